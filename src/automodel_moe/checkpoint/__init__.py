@@ -1,0 +1,1 @@
+"""What transformers' load and save lack for sharded MoE models."""
