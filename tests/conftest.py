@@ -9,22 +9,37 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported anywhere: the kernels then run on the CPU
+
 from tests.distributed.world import World
+
+
+class Worlds:
+    """`worlds(n)` gives a `World` of n gloo ranks; every test of the session shares it."""
+
+    def __init__(self):
+        self._made: dict[int, World] = {}
+
+    def __call__(self, size: int) -> World:
+        return self._made.setdefault(size, World(size))
+
+    def close(self) -> None:
+        for world in self._made.values():
+            world.close()
 
 
 @pytest.fixture(scope="session")
 def worlds():
-    """`worlds(n)` gives a `World` of n gloo ranks; every test of the session shares it."""
-    started: dict[int, World] = {}
+    worlds = Worlds()
+    yield worlds
+    worlds.close()
 
-    def get(size: int) -> World:
-        if size not in started:
-            started[size] = World(size)
-        return started[size]
 
-    yield get
-    for world in started.values():
-        world.close()
+@pytest.fixture(scope="module")
+def cores(worlds):
+    """For tests that start processes of their own: the ranks of the others, which poll their sockets, are ended."""
+    worlds.close()
 
 
 def pytest_collection_modifyitems(items):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
-import sys
 import tempfile
 import time
 import traceback
@@ -41,12 +42,33 @@ def _serve(rank: int, world_size: int, port: int, pipe, stacks_path: str, thread
     torch.set_num_threads(threads)
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     while (job := pipe.recv()) is not None:
+        _drop_groups(torch.distributed)
         module, function, kwargs = job
         try:
             pipe.send((True, getattr(importlib.import_module(module), function)(**kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     torch.distributed.destroy_process_group()
+
+
+def _drop_groups(dist) -> None:
+    """Destroy the groups that earlier jobs' device meshes left: each has threads, and hundreds of them eat the cores.
+
+    Called where every rank has answered the last job, so none is in use.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    gc.collect()
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if groups:
+        dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    # They hold DTensor results with the mesh of the first call, and give them to an equal mesh: with groups now gone.
+    _clear_sharding_prop_cache()
+
+
+_JOBS = 16
 
 
 class World:
@@ -65,6 +87,8 @@ class World:
     def __init__(self, size: int, threads: int = 1):
         self.size, self.threads = size, threads
         self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+        self._jobs = 0
 
     def _start(self) -> None:
         with socket.socket() as s:
@@ -72,7 +96,6 @@ class World:
             port = s.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self._stacks = tempfile.mkdtemp(prefix="stacks-")
-        self._pipes = []
         for rank in range(self.size):
             here, there = context.Pipe()
             args = (rank, self.size, port, there, f"{self._stacks}/{rank}", self.threads)
@@ -89,8 +112,12 @@ class World:
             `RankError`: if a rank raised, died, or did not answer within `timeout` seconds. The world is then killed
                 (a later `run` starts a fresh one), and for a time-out the message holds every rank's stacks.
         """
+        # Caches keep some of an earlier job's groups alive, whose threads then spin: a world is made anew in time.
+        if self._jobs == _JOBS:
+            self.close()
         if not self._processes:
             self._start()
+        self._jobs += 1
         module, function = target.split(":")
         for pipe in self._pipes:
             pipe.send((module, function, kwargs))
@@ -126,7 +153,7 @@ class World:
 
     def close(self, kill: bool = False) -> None:
         """End the ranks."""
-        for process, pipe in zip(self._processes, self._pipes if self._processes else [], strict=True):
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
             if kill:
                 process.kill()
             else:
@@ -135,8 +162,6 @@ class World:
             process.join(20)
             if process.is_alive():
                 process.kill()
-        self._processes = []
-
-
-if __name__ == "__main__":
-    sys.exit("import World from tests")
+        if self._processes:
+            shutil.rmtree(self._stacks, ignore_errors=True)
+        self._processes, self._pipes, self._jobs = [], [], 0
