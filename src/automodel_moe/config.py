@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-DISPATCHERS = ("auto", "all_to_all")
-EXPERTS = ("auto", "torch")
+DISPATCHERS = ("auto", "deepep", "all_to_all")
+EXPERTS = ("auto", "quack", "torch")
 PRECISIONS = ("auto", "bf16", "mixed", "fp32")
 
 
@@ -25,10 +25,16 @@ class MoEConfig:
             Ranks that share one copy of the experts (expert parallelism). Must divide the world size and every
             layer's number of experts. `"auto"`: see [`~automodel_moe.auto.auto_ep_size`].
         dispatcher (`str`, *optional*, defaults to `"auto"`):
-            How tokens travel to the rank of their experts: `"all_to_all"` (torch.distributed, NCCL or gloo).
+            How tokens travel to the rank of their experts: `"deepep"` (the package `deep_ep`; CUDA and bfloat16
+            only) or `"all_to_all"` (torch.distributed, NCCL or gloo).
             `"auto"` picks the fastest one that is installed and fits the machine, and says so once.
+        max_tokens (`int` or `"auto"`, *optional*, defaults to `"auto"`):
+            The most tokens, batch size times sequence length, that a rank brings to a layer. Read by `"deepep"` on
+            groups that its `ElasticBuffer` serves (not 2, 4 or 8 ranks of one node), whose size it is.
+            `"auto"`: as many as the fullest rank brings in the first forward.
         experts (`str`, *optional*, defaults to `"auto"`):
-            How experts compute: `"torch"` (grouped_mm where torch has it, one GEMM an expert elsewhere).
+            How experts compute: `"torch"` (grouped_mm where torch has it, one GEMM an expert elsewhere) or `"quack"`
+            (SwiGLU experts in bfloat16 on a Hopper GPU; needs `automodel-moe[cuda]`).
             `"auto"` picks the fastest one that can run the model here, and says so once.
         precision (`str`, *optional*, defaults to `"auto"`):
             With AdamW, bytes a parameter: weights + gradients + two moments.
@@ -36,7 +42,8 @@ class MoEConfig:
             - `"auto"`: the `dtype` argument, else the checkpoint's own dtype, as in transformers.
             - `"bf16"`: everything in bfloat16. 2 + 2 + 4 = 8 bytes.
             - `"mixed"`: bfloat16 compute, float32 master weights and float32 gradient reduction.
-              4 + 4 + 8 = 16 bytes, and 2 more for the layer being computed.
+              4 + 4 + 8 = 16 bytes, and 2 more for the layer being computed; in one process, where autocast casts,
+              for every layer until its backward.
             - `"fp32"`: everything in float32. 4 + 4 + 8 = 16 bytes.
 
             `TrainingArguments(bf16=True)` is right with each of them: it adds autocast, in which the experts compute
@@ -51,16 +58,17 @@ class MoEConfig:
 
     ep_size: int | str = "auto"
     dispatcher: str = "auto"
+    max_tokens: int | str = "auto"
     experts: str = "auto"
     precision: str = "auto"
     group_timeout: float = 300.0
     call_timeout: float = 60.0
 
     def __post_init__(self):
-        if self.ep_size != "auto" and (
-            isinstance(self.ep_size, bool) or not isinstance(self.ep_size, int) or self.ep_size < 1
-        ):
-            raise ValueError(f'moe_config: ep_size={self.ep_size!r} must be "auto" or an integer of at least 1.')
+        for name in ("ep_size", "max_tokens"):
+            value = getattr(self, name)
+            if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f'moe_config: {name}={value!r} must be "auto" or an integer of at least 1.')
         for name, choices in (("dispatcher", DISPATCHERS), ("experts", EXPERTS), ("precision", PRECISIONS)):
             value = getattr(self, name)
             if value not in choices:
@@ -83,6 +91,7 @@ class MoEConfig:
         Raises:
             `ValueError`: on an unknown key (with the nearest right one), a value out of range, or a file that is
                 no mapping.
+            `TypeError`: if it is none of these.
             `FileNotFoundError`: if the path does not exist.
         """
         if source is None:
@@ -95,7 +104,8 @@ class MoEConfig:
             source = _read_mapping(Path(source), where)
         if not isinstance(source, Mapping):
             raise TypeError(
-                f"moe_config must be a MoEConfig, a mapping, or a path to a YAML or JSON file; got {type(source).__name__}."
+                "moe_config must be a MoEConfig, a mapping, or a path to a YAML or JSON file; got "
+                f"{type(source).__name__}."
             )
         if "moe_config" in source:
             source = source["moe_config"] or {}
@@ -117,7 +127,10 @@ class MoEConfig:
 def _read_mapping(path: Path, where: str) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{where} does not exist.")
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is no UTF-8 text: {error}") from error
     if path.suffix == ".json":
         try:
             content = json.loads(text)
