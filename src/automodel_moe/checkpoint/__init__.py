@@ -1,1 +1,8 @@
-"""What transformers' load and save lack for sharded MoE models."""
+"""What transformers' load and save lack for sharded MoE models.
+
+- `load.py`: the context around `from_pretrained`; `headers.py`, `plan.py` and `preflight.py` check a checkpoint before
+  a weight is read; `guard.py` keeps conversions from running on slices where that would change the result.
+- `quantized.py`: MXFP4 and FP8 checkpoints as bfloat16.
+- `save.py`: `save_pretrained` of a sharded model in the checkpoint's own layout.
+- `patching.py`: how a function of transformers is wrapped, and only while a model is loading.
+"""
