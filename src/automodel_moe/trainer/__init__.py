@@ -1,0 +1,1 @@
+"""What Trainer, accelerate and plain loops lack for a sharded MoE model."""

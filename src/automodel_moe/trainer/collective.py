@@ -1,0 +1,121 @@
+"""Calls that every rank must make: the process group comes up with a time-out of minutes, and a call that only some
+ranks make raises and names itself instead of hanging."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+# Ranks may read a checkpoint at very different speeds; a rank that dies ends the job through its launcher.
+LOAD_TIMEOUT = 7200.0
+
+_calls: Counter[str] = Counter()
+
+
+def ensure_process_group(timeout: float) -> None:
+    """
+    Bring up the default process group for this machine's accelerator, unless there is one.
+
+    Args:
+        timeout (`float`): Seconds after which a collective that a rank does not join fails.
+
+    Raises:
+        `RuntimeError`: if the launcher's environment is incomplete.
+    """
+    if dist.is_initialized():
+        return
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing:
+        raise RuntimeError(
+            f"A sharded model needs a launcher, and {', '.join(missing)} is not set: start the script "
+            "with `torchrun --nproc-per-node N script.py` or `accelerate launch`; for one process without sharding "
+            "unset WORLD_SIZE and leave distributed_config out."
+        )
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda":
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        return
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=timeout))
+
+
+def meet(call: str, timeout: float, remedy: str = "") -> None:
+    """
+    Wait until every rank has made this call.
+
+    Through the process group's key-value store, not a collective: it works while other collectives are in flight, and
+    it can say who is missing.
+
+    Args:
+        call (`str`): The call's name, as the user wrote it.
+        timeout (`float`): Seconds to wait.
+        remedy (`str`, *optional*): What to do about a rank that stays away.
+
+    Raises:
+        `RuntimeError`: after `timeout` seconds, naming the call and the ranks that did not make it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # Counted per call name: the n-th `save_pretrained` of one rank meets the n-th of the others.
+    _calls[call] += 1
+    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    here = f"automodel_moe/{call}/{{}}/{{}}"
+    keys = [here.format(_calls[call], r) for r in range(world)]
+    store.set(keys[rank], "here")
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except dist.DistStoreError as error:
+        absent = [r for r, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"`{call}` works on all {world} ranks together, but after {timeout:g} s rank(s) {absent} have not called "
+            f"it. {remedy}"
+        ) from error
+    # Whoever is here has left the meeting before, so nobody waits for its keys: the store does not grow.
+    if _calls[call] > 1:
+        store.delete_key(here.format(_calls[call] - 1, rank))
+
+
+def agree(what: str, value: Any) -> None:
+    """
+    Check that all ranks were given the same value. A collective.
+
+    Raises:
+        `ValueError`: on every rank, naming two that differ and their values.
+    """
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise ValueError(f"The ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}.")
+
+
+def guard_calls(model: PreTrainedModel, timeout: float) -> None:
+    """Have `save_pretrained`, `push_to_hub` and `generate` of this model raise where only some ranks call them."""
+    remedies = {
+        "save_pretrained": "Call it on every rank (rank 0 writes): take it out of `if is_main_process:`.",
+        "push_to_hub": "Call it on every rank (rank 0 uploads): take it out of `if is_main_process:`.",
+        "generate": "Call it on every rank, with inputs of any size: the experts of each token live on all of them.",
+    }
+    if not model.can_generate():
+        del remedies["generate"]
+    for name, remedy in remedies.items():
+        function = getattr(model, name)
+        # No closure: a copy of the model copies the method within, and so calls itself and not the original.
+        guarded = functools.partial(_guarded, function, f"model.{name}", timeout, remedy)
+        vars(model)[name] = functools.update_wrapper(guarded, function)
+
+
+def _guarded(function: Callable, call: str, timeout: float, remedy: str, *args: Any, **kwargs: Any) -> Any:
+    meet(call, timeout, remedy)
+    return function(*args, **kwargs)
