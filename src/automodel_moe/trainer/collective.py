@@ -3,8 +3,10 @@ ranks make raises and names itself instead of hanging."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,10 +46,18 @@ def ensure_process_group(timeout: float) -> None:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != "cuda":
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        atexit.register(_leave)
         return
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=timeout))
+
+
+def _leave() -> None:
+    # A script that did not bring the group up does not take it down, and one run in four then ended in "terminate
+    # called without an active exception": gloo's threads were still there. After an error they may wait for a peer.
+    if dist.is_initialized() and "last_value" not in vars(sys):
+        dist.destroy_process_group()
 
 
 def meet(call: str, timeout: float, remedy: str = "") -> None:
