@@ -17,6 +17,7 @@ if torch.cuda.device_count() == 1:
     os.environ["LOCAL_RANK"] = "0"  # several ranks may share the one GPU; transformers binds by local rank
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from automodel_moe import MoEAutoModel
@@ -87,7 +88,7 @@ def main() -> None:
         losses.append(loss.item())
     result |= {
         "losses": losses,
-        "grad_norm": float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm),
+        "grad_norm": float(norm.full_tensor() if isinstance(norm, DTensor) else norm),
         "local_experts": model.model.layers[0].mlp.experts.num_experts,
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "greedy": model.generate(ids[:1, :16].cuda(), max_new_tokens=8, do_sample=False)[0, 16:].tolist(),
