@@ -2,15 +2,18 @@
 
 import copy
 import json
+import os
 import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import DistributedConfig
+from transformers.core_model_loading import SplitModulelist
 from transformers.distributed.utils import gather_full_state_dict
 
-from automodel_moe.checkpoint import save
+from automodel_moe.checkpoint import save, shares
 from automodel_moe.checkpoint.save import prepare_save
 from tests.checkpoint import ranks
 from tests.checkpoint.kinds import model_class, write
@@ -118,90 +121,114 @@ def test_a_deep_copy_saves_itself(tmp_path):
     assert ranks.saved(tmp_path / "out")["model.norm.weight"].unique().tolist() == [3]
 
 
-def save_in_pieces(folder, out):
-    """Gather everything in pieces of 1 KB."""
-    save._PIECE_BYTES, before = 1024, save._PIECE_BYTES
+def save_in_pieces(kind, folder, out):
+    """Convert, gather and write everything in pieces of 1 KB."""
+    shares.PIECE_BYTES, before = 1024, shares.PIECE_BYTES
     try:
-        save_as("qwen3_moe", folder, out)
+        save_as(kind, folder, out)
     finally:
-        save._PIECE_BYTES = before
+        shares.PIECE_BYTES = before
 
 
-def test_large_tensors_are_gathered_in_pieces(worlds, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3_moe", "kimi_linear", "gpt_oss"])
+def test_large_tensors_are_written_in_pieces(kind, worlds, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
-    write("qwen3_moe", source)
-    worlds(2).run(HERE + "save_in_pieces", folder=source, out=out)
+    write(kind, source)
+    worlds(2).run(HERE + "save_in_pieces", kind=kind, folder=source, out=out)
     assert ranks.unequal(ranks.saved(source), ranks.saved(out)) == []
 
 
-def failing_save(folder, out, fails) -> str:
-    """Save where rank 0's second file can't be written, or is cut short; returns what this rank raised."""
-    from transformers import modeling_utils
-
-    model = loaded("qwen3_moe", folder, **LAYOUT)
-    write_file, calls = modeling_utils.safe_save_file, []
-
-    def broken(tensors, path, metadata=None):
-        calls.append(path)
-        if fails and len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        write_file(tensors, path, metadata=metadata)
-        if not fails and len(calls) == 2:
-            with open(path, "r+b") as file:
-                file.truncate(200)
-
-    modeling_utils.safe_save_file = broken
+def raised_by(call) -> str:
     try:
-        model.save_pretrained(out, max_shard_size="40KB")
+        call()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    finally:
-        modeling_utils.safe_save_file = write_file
     return "nothing"
 
 
-@pytest.mark.parametrize(("fails", "message"), [(True, "No space left on device"), (False, "is truncated")])
-def test_a_failed_write_raises_everywhere_and_leaves_what_was_there(fails, message, worlds, tmp_path):
+def failing_write(folder, out, fails_on) -> str:
+    """Save where one rank can't write in the middle; returns what this rank raised."""
+    model = loaded("kimi_linear", folder, **LAYOUT)
+    pwrite, calls = os.pwrite, []
+
+    def broken(fd, data, offset):
+        calls.append(offset)
+        if len(calls) == 5 and dist.get_rank() == fails_on:
+            raise OSError(28, "No space left on device")
+        return pwrite(fd, data, offset)
+
+    os.pwrite = broken
+    try:
+        return raised_by(lambda: model.save_pretrained(out, max_shard_size="40KB"))
+    finally:
+        os.pwrite = pwrite
+
+
+def cut_short(folder, out, fails_on) -> str:
+    """Save where one rank's part gets lost."""
+    model = loaded("kimi_linear", folder, **LAYOUT)
+    write_own_slices = save.write_own_slices
+
+    def broken(aside, *args, **kwargs):
+        write_own_slices(aside, *args, **kwargs)
+        if dist.get_rank() == fails_on:
+            os.truncate(sorted(aside.glob("*.safetensors"))[-1], 200)
+
+    save.write_own_slices = broken
+    try:
+        return raised_by(lambda: model.save_pretrained(out, max_shard_size="40KB"))
+    finally:
+        save.write_own_slices = write_own_slices
+
+
+@pytest.mark.parametrize(
+    ("job", "fails_on", "raises", "message"),
+    [
+        ("failing_write", 0, 0, "OSError: [Errno 28] No space left on device"),
+        ("failing_write", 1, 1, "OSError: [Errno 28] No space left on device"),
+        ("cut_short", 1, 0, "is truncated"),
+    ],
+)
+def test_a_failed_write_raises_everywhere_and_leaves_what_was_there(job, fails_on, raises, message, worlds, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
-    write("qwen3_moe", source)
+    write("kimi_linear", source)
     shutil.copytree(source, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    first, second = worlds(2).run(HERE + "failing_save", timeout=60, folder=source, out=out, fails=fails)
-    assert message in first
-    assert second.startswith("RuntimeError: save_pretrained failed on rank 0") and message in second
+    results = worlds(2).run(HERE + job, timeout=60, folder=source, out=out, fails_on=fails_on)
+    assert message in results[raises]
+    other = results[1 - raises]
+    assert other.startswith(f"RuntimeError: save_pretrained failed on rank {raises}") and message in other
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def failing_conversion(folder, out) -> str:
-    """Rank 0 can't convert the first group of several: the other ranks must not wait for its gathers for ever."""
-    from transformers.core_model_loading import SplitModulelist
+def failing_conversion(folder, out, fails_on) -> str:
+    """One rank can't convert the first slice of several: the others must not wait for its part of a gather."""
+    model = loaded("kimi_linear", folder, **LAYOUT)
+    convert = SplitModulelist.convert
 
-    model = loaded("qwen3_moe", folder, **LAYOUT)
-    convert, calls = SplitModulelist.convert, []
-
-    def broken(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 1:
+    def broken(self, input_dict, *args, **kwargs):
+        real = not any(tensor.is_meta for tensors in input_dict.values() for tensor in tensors)
+        if real and dist.get_rank() == fails_on:
             raise MemoryError("no room to convert")
-        return convert(self, *args, **kwargs)
+        return convert(self, input_dict, *args, **kwargs)
 
     SplitModulelist.convert = broken
     try:
-        model.save_pretrained(out)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return raised_by(lambda: model.save_pretrained(out))
     finally:
         SplitModulelist.convert = convert
-    return "nothing"
 
 
-def test_a_failed_conversion_raises_everywhere(worlds, tmp_path):
+@pytest.mark.parametrize("fails_on", [0, 1])
+def test_a_failed_conversion_raises_everywhere(fails_on, worlds, tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
-    write("qwen3_moe", source)
-    first, second = worlds(2).run(HERE + "failing_conversion", timeout=60, folder=source, out=out)
-    assert first == "MemoryError: no room to convert"
-    assert second == "RuntimeError: save_pretrained failed on rank 0: MemoryError: no room to convert"
-    assert not list(out.glob("model*"))
+    write("kimi_linear", source)
+    results = worlds(2).run(HERE + "failing_conversion", timeout=60, folder=source, out=out, fails_on=fails_on)
+    assert results[fails_on] == "MemoryError: no room to convert"
+    assert results[1 - fails_on] == (
+        f"RuntimeError: save_pretrained failed on rank {fails_on}: MemoryError: no room to convert"
+    )
+    assert not list(out.iterdir())
 
 
 def save_into_a_file(folder, out) -> str:

@@ -250,6 +250,7 @@ class _Placeholders:
     model: nn.Module
     whole: dict[str, DTensor]
     empty: dict[str, DTensor]
+    store: Callable[..., None] | None
 
     def restore(self, name: str) -> DTensor:
         param = self.whole.pop(name)
@@ -261,17 +262,20 @@ _placeholders: ContextVar[_Placeholders | None] = ContextVar("placeholders", def
 
 
 @contextmanager
-def guarded(model: nn.Module, guard: Guard) -> Iterator[None]:
+def guarded(model: nn.Module, guard: Guard, store: Callable[..., None] | None = None) -> Iterator[None]:
     """
     While active, transformers loads `model` with the guard's parameters read whole, or not at all.
+
+    With `store` it takes the place of transformers' `set_param_for_module`, e.g. to copy values into parameters that
+    are there already.
 
     A parameter that is read whole is an ordinary meta parameter of the whole shape until its value is set. One that
     is empty here is taken out: transformers 5.24 would stack no expert, or slice an interval that isn't there.
     """
-    if not guard.whole and not guard.empty:
+    if not guard.whole and not guard.empty and store is None:
         yield
         return
-    held = _Placeholders(model, _take(model, guard.whole), _take(model, guard.empty))
+    held = _Placeholders(model, _take(model, guard.whole), _take(model, guard.empty), store)
     for name, param in held.whole.items():
         whole = torch.empty(param.shape, dtype=param.dtype, device="meta")
         _set(model, name, nn.Parameter(whole, requires_grad=param.requires_grad))
@@ -307,8 +311,11 @@ def fill_empty(model: nn.Module, guard: Guard, loading_info) -> None:
 
 def _set_param_for_module(original, model, target_name, param_value, loading_info, hf_quantizer):
     held = _placeholders.get()
-    if held is None or held.model is not model or target_name not in held.whole:
+    if held is None or held.model is not model:
         return original(model, target_name, param_value, loading_info, hf_quantizer)
+    store = held.store or original
+    if target_name not in held.whole:
+        return store(model, target_name, param_value, loading_info, hf_quantizer)
     param = held.restore(target_name)
     if param_value.shape != param.shape:
         # Judged on the whole tensor, so that every rank gives the same verdict.
@@ -320,13 +327,14 @@ def _set_param_for_module(original, model, target_name, param_value, loading_inf
     else:
         # A copy: a view would keep the whole tensor alive.
         local = DtensorShardOperation(param).shard_tensor(param_value.detach()).clone()
-    return original(model, target_name, local, loading_info, hf_quantizer)
+    return store(model, target_name, local, loading_info, hf_quantizer)
 
 
 def _spawn_materialize(original, thread_pool, tensor, *args, sharding_op=None, **kwargs):
     held = _placeholders.get()
-    if held is not None and sharding_op is None:
-        # Read when its turn comes: the reading threads run ahead, and would hold every whole tensor at once.
+    if held is not None and (sharding_op is None or held.store is not None):
+        # Read when its turn comes: the reading threads run ahead, and would hold every whole tensor at once, or beside
+        # the model that is there a second one.
         thread_pool = None
     return original(thread_pool, tensor, *args, sharding_op=sharding_op, **kwargs)
 

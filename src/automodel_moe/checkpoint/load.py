@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.modeling_utils import LoadStateDictConfig
 
 from . import preflight
-from .guard import fill_empty, guarded, inspect
-from .headers import CheckpointError, read_entries
+from .guard import Guard, fill_empty, guarded, inspect
+from .headers import CheckpointError, Entry, read_entries
 from .patching import patched
-from .plan import make_plan, settle_transposes
+from .plan import Group, make_plan, settle_transposes
 from .quantized import ragged_blocks
 
 
@@ -79,15 +81,11 @@ def _load_pretrained_model(original, model, state_dict, checkpoint_files, load_c
     session.prepare(model)
     if checkpoint_files is None and not state_dict:
         # No checkpoint at all: the caller draws every weight.
-        return original(model, state_dict, checkpoint_files, load_config)
-    state = model.state_dict()
-    sharded = any(isinstance(value, DTensor) for value in state.values())
-    with _same_on_every_rank(sharded):
-        entries = read_entries(checkpoint_files, state_dict)
-        plan = make_plan(model, load_config.weight_mapping, entries, state)
-        settle_transposes(load_config.weight_mapping or [], plan, entries, state)
-        preflight.check_experts(model, plan, entries, state, session.is_experts, load_config.ignore_mismatched_sizes)
-        guard = inspect(plan, entries, state)
+        loaded = original(model, state_dict, checkpoint_files, load_config)
+        # It notes that no conversion was used, as for a checkpoint that needs none; a save would write fused experts.
+        del vars(model)["_weight_conversions"]
+        return loaded
+    plan, entries, guard = examine(model, state_dict, checkpoint_files, load_config, session.is_experts)
     with guarded(model, guard):
         loading_info, offload_index = original(model, state_dict, checkpoint_files, load_config)
     fill_empty(model, guard, loading_info)
@@ -102,8 +100,34 @@ def _load_pretrained_model(original, model, state_dict, checkpoint_files, load_c
     return loading_info, offload_index
 
 
+def examine(
+    model: PreTrainedModel,
+    state_dict: dict[str, Any] | None,
+    checkpoint_files: list[str] | None,
+    load_config: LoadStateDictConfig,
+    is_experts: Callable[[nn.Module], bool] = preflight.is_experts,
+) -> tuple[dict[str, Group], dict[str, Entry], Guard]:
+    """
+    Check a checkpoint against the model from its headers alone. A collective for a sharded model.
+
+    Returns:
+        What becomes which parameter, what the checkpoint holds, and what must not be loaded as transformers would.
+
+    Raises:
+        `CheckpointError`: on every rank.
+    """
+    state = model.state_dict()
+    sharded = any(isinstance(value, DTensor) for value in state.values())
+    with same_on_every_rank(sharded):
+        entries = read_entries(checkpoint_files, state_dict)
+        plan = make_plan(model, load_config.weight_mapping, entries, state)
+        settle_transposes(load_config.weight_mapping or [], plan, entries, state)
+        preflight.check_experts(model, plan, entries, state, is_experts, load_config.ignore_mismatched_sizes)
+        return plan, entries, inspect(plan, entries, state)
+
+
 @contextmanager
-def _same_on_every_rank(sharded: bool) -> Iterator[None]:
+def same_on_every_rank(sharded: bool) -> Iterator[None]:
     """Raise the first rank's `CheckpointError` on every rank: a file may be bad on one node's disk alone."""
     problem = None
     try:
