@@ -8,12 +8,14 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 # Ranks may read a checkpoint at very different speeds; a rank that dies ends the job through its launcher.
@@ -51,6 +53,20 @@ def ensure_process_group(timeout: float) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=timeout))
+
+
+def bound_groups(model: PreTrainedModel, timeout: float) -> None:
+    """
+    Give the groups that a model's parameters are sharded over this time-out. torch makes a mesh's groups with its own
+    default, 10 minutes for NCCL and 30 for gloo, whatever the time-out of the group that they are parts of.
+
+    Args:
+        timeout (`float`): As of `ensure_process_group`. The default process group keeps its own.
+    """
+    meshes = {p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}
+    groups = {mesh.get_group(dim) for mesh in meshes for dim in range(mesh.ndim)}
+    for group in groups - {dist.group.WORLD}:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
 
 
 def _leave() -> None:
@@ -110,10 +126,37 @@ def agree(what: str, value: Any) -> None:
             raise ValueError(f"The ranks disagree about {what}: rank 0 has {values[0]}, rank {rank} has {other}.")
 
 
+@contextmanager
+def together(call: str) -> Iterator[None]:
+    """
+    Leave a block that every rank runs together, and raise on all ranks what one of them raised. A collective.
+
+    Args:
+        call (`str`): The call's name, for the ranks that hear of another's error.
+
+    Raises:
+        `RuntimeError`: on the ranks where the block went well, if it failed on another one.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem = error
+    problems: list[str | None] = [None]
+    if dist.is_initialized():
+        problems *= dist.get_world_size()
+        dist.all_gather_object(problems, None if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    for rank, message in enumerate(problems):
+        if message is not None:
+            raise RuntimeError(f"`{call}` failed on rank {rank}: {message}")
+
+
 def guard_calls(model: PreTrainedModel, timeout: float) -> None:
     """Have `save_pretrained`, `push_to_hub` and `generate` of this model raise where only some ranks call them."""
     remedies = {
-        "save_pretrained": "Call it on every rank (rank 0 writes): take it out of `if is_main_process:`.",
+        "save_pretrained": "Call it on every rank (each writes its part): take it out of `if is_main_process:`.",
         "push_to_hub": "Call it on every rank (rank 0 uploads): take it out of `if is_main_process:`.",
         "generate": "Call it on every rank, with inputs of any size: the experts of each token live on all of them.",
     }
