@@ -3,17 +3,23 @@
 `TRANSPORTS` and `make`.
 """
 
+import gc
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from automodel_moe import dispatch
 from automodel_moe.dispatch.all_to_all import AllToAll
+from automodel_moe.dispatch.all_to_all_padded import PaddedAllToAll
 from tests.dispatch import fake_deep_ep
 
-TRANSPORTS = ["all_to_all", "deepep_buffer", "deepep_elastic"]
+TRANSPORTS = ["all_to_all", "all_to_all_padded", "deepep_buffer", "deepep_elastic"]
+PADDED = "all_to_all_padded"
 # What each carries: hidden size a multiple of this, and whether bfloat16 alone.
-STEP = {"all_to_all": 1, "deepep_buffer": 16, "deepep_elastic": 256}
+STEP = {"all_to_all": 1, PADDED: 1, "deepep_buffer": 16, "deepep_elastic": 256}
 E_LOCAL = 2
 
 
@@ -24,6 +30,8 @@ def device() -> str:
 def make(name: str, num_local_experts: int = E_LOCAL) -> dispatch.Transport:
     if name == "all_to_all":
         return AllToAll(dist.group.WORLD, num_local_experts)
+    if name == PADDED:
+        return PaddedAllToAll(dist.group.WORLD, num_local_experts, row_capacity=40)
     if device() == "cpu":
         fake_deep_ep.install()
     from automodel_moe.dispatch.deepep_buffer import DeepEPBuffer
@@ -36,7 +44,7 @@ def make(name: str, num_local_experts: int = E_LOCAL) -> dispatch.Transport:
 
 def carried(name: str, dtype: torch.dtype, hidden: int) -> tuple[torch.dtype, int]:
     """The nearest to `dtype` and `hidden` that this transport carries."""
-    if name == "all_to_all":
+    if STEP[name] == 1:
         return dtype, hidden
     return torch.bfloat16, -(-hidden // STEP[name]) * STEP[name]
 
@@ -70,7 +78,7 @@ def round_trip(name: str, counts: list[int], top_k: int, hidden: int, dtype: tor
     transport = make(name)
     dtype, hidden = carried(name, dtype, hidden)
     x_TH, idx_TK, weights_TK = _tokens(rank, counts[rank], top_k, world * E_LOCAL, hidden, dtype, holes)
-    plan = transport.plan(idx_TK, x_TH, differentiable=rank == 0)
+    plan = transport.plan(idx_TK, x_TH, differentiable=rank == 0 or name == PADDED)
     x_RH, weights_RK = transport.dispatch_finish(transport.dispatch_start(plan, x_TH, weights_TK))
     assert plan.differentiable, "rank 0 runs a backward, so every rank must"
     assert x_RH.dtype == dtype and weights_RK.dtype == torch.float32
@@ -87,7 +95,10 @@ def round_trip(name: str, counts: list[int], top_k: int, hidden: int, dtype: tor
         want_weights.append(torch.where(local >= 0, weights, 0.0)[here])
     in_order = name != "deepep_elastic"
     want = _table(torch.cat(want_x), torch.cat(want_idx), torch.cat(want_weights), in_order)
-    assert torch.equal(_table(x_RH, plan.idx_RK, weights_RK, in_order), want)
+    real_R = (plan.idx_RK >= 0).any(1)
+    assert name == PADDED or real_R.all()
+    assert not weights_RK[~real_R].any()
+    assert torch.equal(_table(x_RH[real_R], plan.idx_RK[real_R], weights_RK[real_R], in_order), want)
     assert plan.n_pairs in (None, int((plan.idx_RK >= 0).sum()))
 
     # Two transfers back in flight: each must come home.
@@ -104,8 +115,8 @@ def round_trip(name: str, counts: list[int], top_k: int, hidden: int, dtype: tor
 
     # The mirror of a combine: the same rows go out again, without weights.
     again_RH, nothing = transport.dispatch_finish(transport.dispatch_start(plan, x_TH))
-    assert torch.equal(again_RH, x_RH) and nothing is None
-    return x_RH.size(0)
+    assert torch.equal(again_RH[real_R], x_RH[real_R]) and nothing is None
+    return int(real_R.sum())
 
 
 CASES = {
@@ -122,13 +133,28 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_round_trip(worlds, name, case, size):
-    arguments = {"hidden": 8, "dtype": torch.float32, "holes": False} | CASES[case]
-    arguments["counts"] = arguments["counts"][:size]
-    worlds(size).run(f"{__name__}:round_trip", timeout=60, name=name, **arguments)
+# Ranks that each is run on; `Buffer` takes these alone.
+SIZES = {"all_to_all": [1, 2, 4, 8], PADDED: [1, 2, 4, 8], "deepep_buffer": [2, 4, 8], "deepep_elastic": [1, 2, 4, 8]}
+ON = [(name, size) for name, sizes in SIZES.items() for size in sizes]
+
+
+def round_trips(name: str) -> None:
+    """Every case that so many ranks can have; in one job, for a job costs more than a case."""
+    world = dist.get_world_size()
+    for case, given in CASES.items():
+        arguments = {"hidden": 8, "dtype": torch.float32, "holes": False} | given
+        if arguments["top_k"] > world * E_LOCAL:
+            continue
+        arguments["counts"] = (arguments["counts"] * 2)[:world]
+        try:
+            round_trip(name=name, **arguments)
+        except Exception as error:
+            raise AssertionError(f"case {case!r}") from error
+
+
+@pytest.mark.parametrize("name, size", ON)
+def test_round_trip(worlds, name, size):
+    worlds(size).run(f"{__name__}:round_trips", timeout=150, name=name)
 
 
 def many_layers(name: str) -> None:
@@ -147,15 +173,116 @@ def many_layers(name: str) -> None:
         # parts have one sign.
         tolerance = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(y_TH, _expert(x_TH, idx_TK, weights_TK, 0), rtol=tolerance, atol=tolerance)
-        kept.append((plan, x_TH, x_RH))
-    for plan, x_TH, x_RH in reversed(kept):
+        kept.append((plan, x_TH, x_RH, (plan.idx_RK >= 0).any(1)))
+    for plan, x_TH, x_RH, real_R in reversed(kept):
         again_RH, _ = transport.dispatch_finish(transport.dispatch_start(plan, x_TH))
-        assert torch.equal(again_RH, x_RH)
+        assert torch.equal(again_RH[real_R], x_RH[real_R])
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_plans_of_many_layers_are_kept_apart(worlds, name):
     worlds(2).run(f"{__name__}:many_layers", timeout=60, name=name)
+
+
+class _Dispatch(torch.autograd.Function):
+    """A dispatch and its mirror, as the contract has them."""
+
+    @staticmethod
+    def forward(ctx, x_TH, weights_TK, transport, plan):
+        ctx.transport, ctx.plan = transport, plan
+        return transport.dispatch_finish(transport.dispatch_start(plan, x_TH, weights_TK))
+
+    @staticmethod
+    def backward(ctx, dx_RH, dweights_RK):
+        dx_TH, dweights_TK = ctx.transport.combine_finish(ctx.transport.combine_start(ctx.plan, dx_RH, dweights_RK))
+        return dx_TH, dweights_TK, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_RH, transport, plan):
+        ctx.transport, ctx.plan = transport, plan
+        return transport.combine_finish(transport.combine_start(plan, y_RH))[0]
+
+    @staticmethod
+    def backward(ctx, dy_TH):
+        return ctx.transport.dispatch_finish(ctx.transport.dispatch_start(ctx.plan, dy_TH))[0], None, None
+
+
+def _layer(transport: dispatch.Transport, x_TH, idx_TK, weights_TK) -> torch.Tensor:
+    plan = transport.plan(idx_TK, x_TH, True)
+    x_RH, weights_RK = _Dispatch.apply(x_TH, weights_TK, transport, plan)
+    return _Combine.apply(_expert(x_RH, plan.idx_RK, weights_RK, transport.rank * E_LOCAL), transport, plan)
+
+
+def gradients(name: str) -> None:
+    """Gradients of rows and of weights against the definition, computed without a transport: of one layer, of two
+    forwards whose backwards run in either order, and through recompute."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    transport = make(name)
+    dtype, hidden = carried(name, torch.float32, 16)
+    # A rank's sum of products is rounded to the dtype, and so is the sum over ranks; entries are of size 1 to 50.
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 16 * torch.finfo(dtype).eps}
+
+    def leaves(seed: int):
+        n_tokens = (7, 0, 5, 11)[(rank + seed) % 4]
+        x_TH, idx_TK, weights_TK = _tokens(10 * seed + rank, n_tokens, 2, world * E_LOCAL, hidden, dtype, True)
+        return x_TH.requires_grad_(), idx_TK, weights_TK.requires_grad_()
+
+    def check(x_TH, idx_TK, weights_TK, got_TH, got_TK, cotangent_TH):
+        dx_TH = cotangent_TH.float() * torch.where(idx_TK >= 0, weights_TK * (idx_TK + 1), 0.0).sum(1, keepdim=True)
+        dots_T1 = (cotangent_TH.float() * x_TH.float()).sum(1, keepdim=True)
+        torch.testing.assert_close(got_TH.float(), dx_TH.detach(), **tolerance)
+        # A product of two rows: its rounding grows with what is summed, not with the sum.
+        scale = (cotangent_TH.float() * x_TH.float()).abs().sum(1, keepdim=True) * world * E_LOCAL
+        error_TK = (got_TK - torch.where(idx_TK >= 0, dots_T1 * (idx_TK + 1), 0.0)).abs()
+        assert (error_TK <= 2 * torch.finfo(dtype).eps * scale).all()
+
+    for order in ((0, 1), (1, 0)):
+        inputs = [leaves(seed) for seed in (0, 1)]
+        outputs = [_layer(transport, *given) for given in inputs]
+        cotangents = [torch.sin(torch.arange(y.numel(), device=y.device)).view_as(y).to(dtype) for y in outputs]
+        for place in order:
+            x_TH, idx_TK, weights_TK = inputs[place]
+            got = torch.autograd.grad(outputs[place], (x_TH, weights_TK), cotangents[place])
+            check(x_TH, idx_TK, weights_TK, *got, cotangents[place])
+
+    x_TH, idx_TK, weights_TK = leaves(2)
+    y_TH = checkpoint(_layer, transport, x_TH, idx_TK, weights_TK, use_reentrant=False)
+    cotangent_TH = torch.ones_like(y_TH)
+    check(x_TH, idx_TK, weights_TK, *torch.autograd.grad(y_TH, (x_TH, weights_TK), cotangent_TH), cotangent_TH)
+
+
+@pytest.mark.parametrize("name, size", [(name, size) for name, size in ON if size < 8])
+def test_gradients(worlds, name, size):
+    worlds(size).run(f"{__name__}:gradients", timeout=100, name=name)
+
+
+def many_steps(name: str, n_steps: int) -> tuple[list[int], list[int]]:
+    """Open files and live tensors, counted over steps with batches and routings of all sizes."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    transport = make(name)
+    dtype, hidden = carried(name, torch.float32, 8)
+    generator = torch.Generator().manual_seed(rank)
+    files, tensors = [], []
+    for step in range(n_steps):
+        n_tokens = int(torch.randint(0, 30, (), generator=generator))
+        x_TH, idx_TK, weights_TK = _tokens(world * step + rank, n_tokens, 2, world * E_LOCAL, hidden, dtype, True)
+        x_TH.requires_grad_()
+        _layer(transport, x_TH, idx_TK, weights_TK).sum().backward()
+        fake_deep_ep.calls.clear()
+        if step % 50 == 49:
+            del x_TH, idx_TK, weights_TK
+            gc.collect()
+            files.append(len(os.listdir("/proc/self/fd")))
+            tensors.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    return files, tensors
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_steps_leave_nothing_behind(worlds, name):
+    for files, tensors in worlds(2).run(f"{__name__}:many_steps", timeout=150, name=name, n_steps=200):
+        assert len(set(files[1:])) == len(set(tensors[1:])) == 1, (files, tensors)
 
 
 def mismatch(name: str, what: str) -> str:
@@ -164,16 +291,46 @@ def mismatch(name: str, what: str) -> str:
     dtype = torch.bfloat16 if what == "dtype" and rank else torch.float32
     # Sizes that no other test brings: this is what the first step sees.
     dtype, hidden = carried(name, dtype, 1025 if what == "hidden" and rank else 768)
-    x_TH, idx_TK, weights_TK = _tokens(rank, 4, 2, dist.get_world_size() * E_LOCAL, hidden, dtype, False)
+    top_k = 3 if what == "top_k" and rank else 2
+    x_TH, idx_TK, weights_TK = _tokens(rank, 4, top_k, dist.get_world_size() * E_LOCAL, hidden, dtype, False)
     with pytest.raises(RuntimeError) as error:
         transport.dispatch_start(transport.plan(idx_TK, x_TH, True), x_TH, weights_TK)
     return str(error.value)
 
 
-@pytest.mark.parametrize("name, what", [("all_to_all", "dtype"), *[(name, "hidden") for name in TRANSPORTS]])
+MISMATCHES = [
+    ("all_to_all", "dtype"),
+    (PADDED, "dtype"),
+    *[(name, what) for name in TRANSPORTS for what in ("hidden", "top_k")],
+]
+
+
+@pytest.mark.parametrize("name, what", MISMATCHES)
 def test_ranks_that_disagree_are_told_on_every_rank(worlds, name, what):
     for message in worlds(2).run(f"{__name__}:mismatch", timeout=60, name=name, what=what):
         assert "every rank must run the same model in the same dtype" in message
+
+
+def out_of_step(name: str) -> str:
+    """Both ranks run a layer. Then rank 1, which has met an error of its own, begins the next batch with it, while
+    rank 0 comes to the second layer."""
+    layers = [make(name), make(name)]
+    dtype, hidden = carried(name, torch.float32, 768)
+    x_TH, idx_TK, weights_TK = _tokens(0, 4, 2, dist.get_world_size() * E_LOCAL, hidden, dtype, False)
+
+    def run(layer):
+        layer.dispatch_finish(layer.dispatch_start(layer.plan(idx_TK, x_TH, True), x_TH, weights_TK))
+
+    run(layers[0])
+    with pytest.raises(RuntimeError) as error:
+        run(layers[0] if dist.get_rank() else layers[1])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name != PADDED])
+def test_a_rank_that_passes_over_an_error_of_its_own_is_found(worlds, name):
+    for message in worlds(2).run(f"{__name__}:out_of_step", timeout=60, name=name):
+        assert "in another layer, or in another step" in message
 
 
 def rows_per_token(name: str, n_experts: int, top_k: int, n_tokens: int) -> float:
@@ -186,7 +343,7 @@ def rows_per_token(name: str, n_experts: int, top_k: int, n_tokens: int) -> floa
     return x_RH.size(0) / n_tokens
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("name", [name for name in TRANSPORTS if name != PADDED])
 def test_a_token_travels_once_to_each_rank_that_needs_it(worlds, name):
     got = worlds(4).run(f"{__name__}:rows_per_token", timeout=60, name=name, n_experts=32, top_k=4, n_tokens=4000)
     # A rank holds 8 of 32 experts and is missed by all of 4 draws without replacement with this probability.

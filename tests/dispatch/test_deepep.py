@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from automodel_moe import MoEAutoModel, dispatch
-from automodel_moe.block import _Combine, _Dispatch
 from automodel_moe.dispatch import deepep
+from automodel_moe.trip import Trip
 from tests import tiny
 from tests.dispatch import fake_deep_ep
 from tests.dispatch.test_contract import E_LOCAL, _tokens, make
@@ -146,15 +146,17 @@ def _payload(hidden=256, dtype=torch.bfloat16, kind="cuda"):
         ("all_to_all", "share a GPU or don't see", {"devices": (0, 0, 1, 2)}, {}),
         ("all_to_all", "GPU 0 has no peer access to GPU 5", {"devices": (0, 1, 2, 5)}, {}),
         ("all_to_all", "not hidden size 100", {}, {"hidden": 100}),
+        ("all_to_all", "does not carry dispatch_dtype='fp8'", {}, {"as": "fp8"}),
     ],
 )
 def test_auto_takes_deepep_where_it_fits_and_says_why(offers, group, monkeypatch, chosen, says, members, payload):
     offers(*BOTH)
     said = []
+    dtype = payload.pop("as", "auto")
     monkeypatch.setattr(dispatch, "say_once", said.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: 5 not in (a, b))
-    assert dispatch._auto(group(4, **members), _payload(**payload)) == chosen
+    assert dispatch._auto(group(4, **members), _payload(**payload), dtype) == chosen
     assert len(said) == 1 and said[0].startswith(f"dispatcher='auto': {chosen} (") and says in said[0]
 
 
@@ -172,11 +174,11 @@ def step(name: str) -> list[tuple[str, dict]]:
     for _ in range(2):
         x_TH, idx_TK, weights_TK = (t.clone() for t in tokens)
         leaves += [x_TH.requires_grad_(rank == 0), weights_TK.requires_grad_(rank == 0)]
-        plan = transport.plan(idx_TK, x_TH, rank == 0)
-        anchor = torch.zeros((), requires_grad=True)
-        x_RH, weights_RK = _Dispatch.apply(x_TH, weights_TK, anchor, transport, plan)
-        assert plan.differentiable
-        outputs.append(_Combine.apply(x_RH * weights_RK.sum(1, keepdim=True).bfloat16(), transport, plan))
+        trip = Trip(transport, transport.plan(idx_TK, x_TH, rank == 0))
+        rows = trip.dispatch_finish(trip.dispatch_start(x_TH, weights_TK))
+        assert trip.plan.differentiable
+        y_RH = rows.x_RH * rows.weights_RK.sum(1, keepdim=True).bfloat16()
+        outputs.append(trip.combine_finish(trip.combine_start(y_RH)))
     sum(output.float().sum() for output in outputs).backward()
     assert all((leaf.grad is not None) == (rank == 0) for leaf in leaves)
     return [
@@ -276,9 +278,10 @@ def test_rows_of_another_dtype_are_refused(worlds):
             assert f"these are {dtype}" in message and 'dispatcher="all_to_all"' in message
 
 
-def model_step(folder: str, dispatcher: str) -> dict[str, torch.Tensor]:
+def model_step(folder: str, dispatcher: str, recompute: str) -> dict[str, torch.Tensor]:
     fake_deep_ep.install()
-    model = MoEAutoModel.from_pretrained(folder, moe_config={"ep_size": 2, "dispatcher": dispatcher}).train()
+    moe_config = {"ep_size": 2, "dispatcher": dispatcher, "recompute": recompute}
+    model = MoEAutoModel.from_pretrained(folder, moe_config=moe_config).train()
     inputs = tiny.batch("qwen3_moe", rows=2)
     inputs = {name: tensor.chunk(2)[dist.get_rank()] for name, tensor in inputs.items()}
     model(**inputs).loss.backward()
@@ -288,9 +291,10 @@ def model_step(folder: str, dispatcher: str) -> dict[str, torch.Tensor]:
 def test_a_model_gets_all_to_alls_gradients(worlds, tmp_path):
     tiny.save("qwen3_moe", tmp_path, dtype=torch.bfloat16)
     run = worlds(2).run
-    want, got = (
-        run(f"{HERE}:model_step", timeout=200, folder=str(tmp_path), dispatcher=name)[0]
-        for name in ("all_to_all", "deepep")
+    want, *others = (
+        run(f"{HERE}:model_step", timeout=200, folder=str(tmp_path), dispatcher=name, recompute=recompute)[0]
+        for name, recompute in (("all_to_all", "none"), ("deepep", "none"), ("deepep", "experts"), ("deepep", "layer"))
     )
     # The fake carries the same rows in the same order and sums them alike: not a bit may differ.
-    assert want.keys() == got.keys() and all(torch.equal(got[name], grad) for name, grad in want.items())
+    for got in others:
+        assert want.keys() == got.keys() and all(torch.equal(got[name], grad) for name, grad in want.items())

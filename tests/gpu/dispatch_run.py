@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from transformers import Qwen3MoeConfig
 
 from automodel_moe import MoEAutoModel
 from tests.dispatch import test_contract as contract
+from tests.dispatch.test_fp8 import round_trip as fp8_round_trip
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
@@ -46,7 +48,36 @@ def run_contract(name: str, only: list[str]) -> dict:
         if dist.get_rank() == 0:
             print("passed", case, seconds[case], flush=True)
     contract.many_layers(name)
-    return {"cases": seconds}
+    contract.gradients(name)
+    result: dict = {"cases": seconds}
+    if name == "all_to_all":
+        fp8_round_trip()
+    if name.startswith("all_to_all"):
+        result["host reads"] = host_reads(name)
+    return result
+
+
+def host_reads(name: str) -> dict[str, int]:
+    """How often the host waits for the device in one layer's transfers, in forward and in backward."""
+    transport = contract.make(name)
+    dtype, hidden = contract.carried(name, torch.bfloat16, 256)
+    tokens = contract._tokens(dist.get_rank(), 64, 2, dist.get_world_size() * contract.E_LOCAL, hidden, dtype, False)
+    counts = {}
+    for _ in range(2):  # the first compiles, allocates and connects
+        x_TH, idx_TK, weights_TK = (t.clone() for t in tokens)
+        x_TH.requires_grad_()
+        torch.cuda.synchronize()
+        for direction in ("forward", "backward"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                if direction == "forward":
+                    y_TH = contract._layer(transport, x_TH, idx_TK, weights_TK)
+                else:
+                    y_TH.backward(torch.ones_like(y_TH))
+                torch.cuda.set_sync_debug_mode("default")
+            counts[direction] = sum("synchroniz" in str(warning.message) for warning in caught)
+    return counts
 
 
 def gradients(dispatcher: str, folder: Path) -> dict:

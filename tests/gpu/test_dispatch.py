@@ -12,7 +12,11 @@ import torch
 pytestmark = pytest.mark.gpu
 
 needs_deepep = pytest.mark.skipif(find_spec("deep_ep") is None, reason="needs the package deep_ep")
-ALL = ["all_to_all", *[pytest.param(n, marks=needs_deepep) for n in ("deepep_buffer", "deepep_elastic")]]
+ALL = [
+    "all_to_all",
+    "all_to_all_padded",
+    *[pytest.param(n, marks=needs_deepep) for n in ("deepep_buffer", "deepep_elastic")],
+]
 # Ranks that share a GPU do so only with an NCCL that lets them.
 SIZES = [2, 4] if torch.cuda.device_count() >= 4 or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else [2]
 
@@ -33,7 +37,9 @@ def run(ranks: int, *arguments: str) -> dict:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ALL)
 def test_contract(name, size, figures):
-    figures[f"contract {name}, {size} ranks"] = run(size, "--name", name)
+    result = figures[f"contract {name}, {size} ranks"] = run(size, "--name", name)
+    if name.startswith("all_to_all"):
+        assert result["host reads"] == {"forward": int(name == "all_to_all"), "backward": 0}
 
 
 @pytest.mark.parametrize("dispatcher", ["all_to_all", pytest.param("deepep", marks=needs_deepep)])

@@ -12,12 +12,20 @@ Dispatch's backward is a combine of the rows' and weights' gradients; combine's 
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
+
+from .. import where
+
+OUT_OF_STEP = (
+    "is in another layer, or in another step, than this one: an error that some ranks alone have met can't be passed "
+    "over; every rank must do the same steps."
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,8 @@ class Rows:
 
 class Plan(ABC):
     """One forward's routing through one layer. Kept by autograd for the backward, never on a module."""
+
+    layer: str = ""  # its name, for messages
 
     @property
     @abstractmethod
@@ -64,14 +74,40 @@ class Transport(ABC):
         num_local_experts (`int`): Experts a rank holds; rank r of the group holds [r * e, (r + 1) * e).
         max_tokens (`int`, *optional*): Tokens that a rank brings to a layer at most, for transports whose memory
             depends on it. By default they go by the first batch.
+        payload (`torch.dtype`, *optional*): In what a forward's tokens travel. By default in their own dtype.
+
+    Raises:
+        `ValueError`: for a payload that this transport does not carry.
     """
 
-    def __init__(self, group: ProcessGroup, num_local_experts: int, max_tokens: int | None = None):
+    payloads: ClassVar[tuple[torch.dtype | None, ...]] = (None,)
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        num_local_experts: int,
+        max_tokens: int | None = None,
+        payload: torch.dtype | None = None,
+    ):
+        if payload not in self.payloads:
+            raise ValueError(
+                f'dispatch_dtype: {type(self).__name__} does not carry {payload}: use dispatcher="all_to_all", or '
+                'leave dispatch_dtype at "auto".'
+            )
+        self.payload = payload
         self.group = group
         self.num_local_experts = num_local_experts
         self.max_tokens = max_tokens
         self.size = torch.distributed.get_world_size(group)
         self.rank = torch.distributed.get_rank(group)
+        self._plans = 0
+
+    def _step(self) -> list[int]:
+        """What must be equal on all ranks when they make a plan together: which layer, and its how manieth forward. A
+        rank that has caught an error of its own and goes on with the next batch would else take part in the others'
+        exchange with rows of another layer."""
+        self._plans += 1
+        return [zlib.crc32(where.here().layer.encode()), self._plans]
 
     @abstractmethod
     def plan(self, idx_TK: torch.Tensor, x_TH: torch.Tensor, differentiable: bool) -> Plan:
@@ -83,8 +119,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def dispatch_start(self, plan: Plan, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> Any:
-        """Start sending tokens. The first dispatch of a plan carries the weights; the mirror of a combine has none."""
+    def dispatch_start(
+        self, plan: Plan, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None, again: bool = False
+    ) -> Any:
+        """Start sending tokens. The first dispatch of a plan carries the weights; the mirror of a combine has none,
+        nor has a recompute, which sends the first one's tokens `again`, in the same payload."""
 
     @abstractmethod
     def dispatch_finish(self, pending: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch.distributed import ProcessGroup
 
-from .contract import Plan, Transport
+from .. import where
+from .contract import OUT_OF_STEP, Plan, Transport
 
 PACKAGE = "deep_ep"
 INSTALL = "pip install 'automodel-moe[deepep]'"
@@ -72,7 +73,12 @@ def _built_for_another_torch() -> str | None:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
-def transport(group: ProcessGroup, num_local_experts: int, max_tokens: int | None = None) -> DeepEP:
+def transport(
+    group: ProcessGroup,
+    num_local_experts: int,
+    max_tokens: int | None = None,
+    payload: torch.dtype | None = None,
+) -> DeepEP:
     """
     The adapter of the buffer that serves `group`: the one place that tells DeepEP's versions apart, by their offer.
 
@@ -88,11 +94,11 @@ def transport(group: ProcessGroup, num_local_experts: int, max_tokens: int | Non
     if "Buffer" in offers and size in (2, 4, 8) and one_node:
         from .deepep_buffer import DeepEPBuffer
 
-        return DeepEPBuffer(group, num_local_experts, max_tokens)
+        return DeepEPBuffer(group, num_local_experts, max_tokens, payload)
     if "ElasticBuffer" in offers:
         from .deepep_elastic import DeepEPElastic
 
-        return DeepEPElastic(group, num_local_experts, max_tokens)
+        return DeepEPElastic(group, num_local_experts, max_tokens, payload)
     where = "one node" if one_node else "several nodes"
     raise ValueError(
         f"dispatcher='deepep': the installed {PACKAGE} has no ElasticBuffer, and its Buffer takes 2, 4 or 8 ranks of "
@@ -202,9 +208,13 @@ class DeepEPPlan(Plan):
         """
         if self.work is None:
             return
-        self.work.wait()
+        with where.exchange(self.layer, "sizes"):
+            self.work.wait()
+            facts = self.facts.tolist()
         self.work = None
-        differentiable, self.rows, hidden, minus_hidden, top_k, minus_top_k = self.facts.tolist()
+        differentiable, self.rows, hidden, minus_hidden, top_k, minus_top_k, *step = facts
+        if step[0] != -step[1] or step[2] != -step[3]:
+            raise RuntimeError(f"{self.layer}: a rank of the group {OUT_OF_STEP}")
         self.any_differentiable = bool(differentiable)
         if hidden != -minus_hidden or top_k != -minus_top_k:
             raise RuntimeError(
@@ -246,8 +256,14 @@ class DeepEP(Transport):
     # One a process: the memory that the GPUs write into each other's is a group's, not a layer's.
     _SHARED: ClassVar[dict[tuple[type, ProcessGroup], Shared]] = {}
 
-    def __init__(self, group: ProcessGroup, num_local_experts: int, max_tokens: int | None = None):
-        super().__init__(group, num_local_experts, max_tokens)
+    def __init__(
+        self,
+        group: ProcessGroup,
+        num_local_experts: int,
+        max_tokens: int | None = None,
+        payload: torch.dtype | None = None,
+    ):
+        super().__init__(group, num_local_experts, max_tokens, payload)
         self.library = load()
         self.num_experts = num_local_experts * self.size
 
@@ -307,11 +323,16 @@ class DeepEP(Transport):
         self._check(x_TH, top_k)
         # The library tells ranks the counts of rows alone. Whether anyone runs a backward must be known to all, since
         # a collective that one rank skips there is a hang; so it travels beside, reduced to its maximum.
-        facts = torch.tensor(
-            [int(differentiable), n_tokens, hidden, -hidden, top_k, -top_k], pin_memory=x_TH.is_cuda
-        ).to(x_TH.device, non_blocking=True)  # from pageable memory the host would wait for the device
-        work = dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        told = [int(differentiable), n_tokens, hidden, -hidden, top_k, -top_k]
+        for place in self._step():
+            told += [place, -place]
+        # From pageable memory the host would wait for the device.
+        facts = torch.tensor(told, pin_memory=x_TH.is_cuda).to(x_TH.device, non_blocking=True)
+        layer = where.here().layer
+        with where.exchange(layer, "sizes"):
+            work = dist.all_reduce(facts, dist.ReduceOp.MAX, group=self.group, async_op=True)
         plan = DeepEPPlan(idx_TK.to(self.library.topk_idx_t).contiguous(), facts, work)
+        plan.layer = layer
         shape = (hidden, top_k, self.num_local_experts)
         if not (self._is_open and self._fits(hidden, top_k) and shape in self.shared.shapes):
             plan.settle()
@@ -345,12 +366,15 @@ class DeepEP(Transport):
         y_TH, _ = self.combine_finish(self.combine_start(plan, x_RH))
         self.dispatch_finish(self.dispatch_start(plan, y_TH))
 
-    def dispatch_start(self, plan: Plan, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None) -> _Pending:
+    def dispatch_start(
+        self, plan: Plan, x_TH: torch.Tensor, weights_TK: torch.Tensor | None = None, again: bool = False
+    ) -> _Pending:
         assert isinstance(plan, DeepEPPlan)
         x_TH = _bfloat16(x_TH).contiguous()
         if weights_TK is None:
             return self._again(plan, x_TH)
-        pending = self._first(plan, x_TH, weights_TK.float().contiguous())
+        with where.exchange(plan.layer, "dispatch"):  # waits until every rank has told its sizes
+            pending = self._first(plan, x_TH, weights_TK.float().contiguous())
         # The library has just waited for every rank, so the one host read here waits for nothing more.
         plan.settle()
         self._check_settled(plan)
