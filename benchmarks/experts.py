@@ -27,7 +27,7 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"tokens": 16384, "experts": 128, "hidden": 2048, "intermediate": 768, "top-k": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--sides", nargs="+", default=["quack", "torch", "transformers"])
+    parser.add_argument("--sides", nargs="+", default=["quack", "triton", "torch", "transformers"])
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="also print each side's longest kernels")
     parser.add_argument("--csv", help="append the rows to this file")
@@ -62,13 +62,16 @@ def step(function, experts, x_RH, idx_RK, weights_RK, dy_RH, between=lambda: Non
     y_RH.backward(dy_RH)
 
 
-def timed(function, *operands):
-    start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    start.record()
-    step(function, *operands, between=middle.record)
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(middle), middle.elapsed_time(end)
+def timed(function, operands, repeat):
+    """Milliseconds on the device of `repeat` forwards and backwards. The host runs ahead, as it does in training."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(repeat)]
+    torch.cuda.synchronize()
+    for start, middle, end in events:
+        start.record()
+        step(function, *operands, between=middle.record)
+        end.record()
+    torch.cuda.synchronize()
+    return [(start.elapsed_time(middle), middle.elapsed_time(end)) for start, middle, end in events]
 
 
 def memory_of(function, experts, x_RH, *others):
@@ -93,10 +96,8 @@ def main():
     memory = {}
     for order in (args.sides, args.sides[::-1]):
         for side in order:
-            for _ in range(3):
-                step(functions[side], *operands)
-            torch.cuda.synchronize()
-            times[side] += [timed(functions[side], *operands) for _ in range(args.repeat)]
+            timed(functions[side], operands, 5)
+            times[side] += timed(functions[side], operands, args.repeat)
             memory[side] = memory_of(functions[side], *operands)
     # Forward and backward: three products each of x by W1 and of a by W2.
     installed = {distribution.name for distribution in distributions()}

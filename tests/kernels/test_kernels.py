@@ -9,8 +9,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from automodel_moe.experts.gates import GLU, RELU2, SILU, Gate, apply
+from automodel_moe.kernels import activation_triton, gather_sum_triton, pairs_triton
 from automodel_moe.kernels import gather_sum as plain
-from automodel_moe.kernels import gather_sum_triton, pairs_triton
 from automodel_moe.kernels.pairs import sort_slots_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,7 +59,7 @@ SMALL = {
 
 def operands(name, H, dtype):
     idx_RK = SMALL[name]
-    slot, pos_RK, bounds = sort_slots_reference(idx_RK, 300)
+    slot, _, pos_RK, bounds = sort_slots_reference(idx_RK, 300)
     generator = torch.Generator().manual_seed(1)
     src_NH = torch.randn(idx_RK.numel(), H, generator=generator).to(DEVICE, dtype)
     src_NH[bounds[-1] :] = torch.nan
@@ -103,3 +104,31 @@ def test_zero_tail(name):
     want = plain.zero_tail_reference_(src_NH.clone(), bounds)
     assert torch.equal(gather_sum_triton.zero_tail_(src_NH, bounds), want)
     assert not src_NH.isnan().any()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gather_dots(name):
+    _, _, _, _, pos_RK, bounds = operands(name, 48, torch.float32)
+    dots_PN = torch.randn(3, pos_RK.numel(), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    dots_PN[:, bounds[-1] :] = torch.nan
+    got = gather_sum_triton.gather_dots(dots_PN, pos_RK)
+    # The same three numbers in the same order.
+    assert torch.equal(got, plain.gather_dots_reference(dots_PN, pos_RK))
+    assert not got.isnan().any()
+
+
+GATES = [Gate(GLU), Gate(GLU, 1.702, 1.0, 0.7), Gate(GLU, 1.702, 1.0, 0.7, True), Gate(SILU), Gate(RELU2)]
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.parametrize("N", [0, 5])
+def test_activate(gate, N):
+    h_NJ = torch.randn(N, 72, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    # At a limit itself the gradient passes.
+    h_NJ[:, :4] = gate.limit if gate.limit < 1 else 1
+    leaves = [h_NJ.clone().requires_grad_() for _ in range(2)]
+    results = [activation_triton.activate(leaves[0], gate), apply(gate, leaves[1])]
+    for result in results:
+        result.backward(torch.linspace(-1, 1, result.shape[1], device=DEVICE).expand_as(result))
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad)

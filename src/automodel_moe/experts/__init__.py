@@ -2,7 +2,7 @@
 
 A backend is one file with one function of this contract:
 
-    f(experts, x_RH, idx_RK, weights_RK, *, n_pairs=None) -> y_RH
+    f(experts, x_RH, idx_RK, weights_RK, *, n_pairs=None, keeps_h=True) -> y_RH
 
 - `experts`: the model's own experts module. Its parameters keep transformers' names and layout; its flags say how
   they are laid out: `has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, `has_post_expert_norm`, and its
@@ -10,6 +10,7 @@ A backend is one file with one function of this contract:
 - `x_RH`: R rows of hidden size H. `idx_RK`: local expert ids in [0, e), or -1 for a slot that adds nothing: no
   output, no bias, no gradient. `weights_RK`: routing weights, read as float32.
 - `n_pairs`: how many of the R x K slots are not -1, where the caller knows it on the host.
+- `keeps_h`: whether the backward finds the pre-activation kept, [N, J], or computes it again from the rows.
 - `y_RH[r] = sum over k of weights[r, k] * expert[idx[r, k]](x[r])`, in x's dtype, summed in float32. Every parameter
   of the module gets a gradient in every backward, zeros where no row reached it: FSDP2 reduces gradients in lockstep.
 
@@ -52,6 +53,7 @@ class Backend:
 # "auto" takes the first that can.
 BACKENDS = {
     "quack": Backend("quack", packages=("quack", "cutlass"), install="pip install 'automodel-moe[cuda]'"),
+    "triton": Backend("triton", packages=("triton",), install="pip install triton"),
     "torch": Backend("torch"),
 }
 

@@ -2,8 +2,8 @@
 
     sort pairs by expert -> gather x -> up|gate -> activation -> down -> (norm) -> weighted sum over k
 
-bfloat16 on a GPU runs `torch.nn.functional.grouped_mm` and never waits for the device; everything else runs one GEMM
-an expert, for which the host must know how many rows each expert has.
+bfloat16 on a GPU runs `torch.nn.functional.grouped_mm` and never waits for the device, and a known activation takes
+one pass each way; everything else runs one GEMM an expert, for which the host must know how many rows each expert has.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch.nn.functional import grouped_mm
 from ..kernels.gather_sum import gather_rows, weighted_sum, zero_tail_
 from ..kernels.pairs import Pairs, sort_pairs
 from . import compute_dtype
+from .again import computed_again
+from .gates import known_gate
 
 
 def unsupported(experts: Any, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -26,8 +28,18 @@ def unsupported(experts: Any, device: torch.device, dtype: torch.dtype) -> str |
     return None if dtype.is_floating_point and dtype.itemsize > 1 else f"it has no arithmetic for {dtype}"
 
 
-def forward(experts: Any, x_RH: Tensor, idx_RK: Tensor, weights_RK: Tensor, *, n_pairs: int | None = None) -> Tensor:
+def forward(
+    experts: Any,
+    x_RH: Tensor,
+    idx_RK: Tensor,
+    weights_RK: Tensor,
+    *,
+    n_pairs: int | None = None,
+    keeps_h: bool = True,
+) -> Tensor:
     """The experts' weighted sum of each row; the contract is in [`automodel_moe.experts`]."""
+    if not keeps_h and torch.is_grad_enabled():
+        return computed_again(forward, experts, x_RH, idx_RK, weights_RK, n_pairs)
     dtype = compute_dtype(experts, x_RH.device)
     up_name = "gate_up_proj" if experts.has_gate else "up_proj"
     up, down = (getattr(experts, name).to(dtype) for name in (up_name, "down_proj"))
@@ -44,12 +56,25 @@ def forward(experts: Any, x_RH: Tensor, idx_RK: Tensor, weights_RK: Tensor, *, n
 
     x_NH = gather_rows(x_RH, pairs, dtype)
     h_NI = _grouped_linear(x_NH, up, up_bias, pairs, ends, experts.is_transposed)
-    h_NI = experts._apply_gate(h_NI) if experts.has_gate else experts.act_fn(h_NI)
+    h_NI = _activated(experts, h_NI)
     out_NH = _grouped_linear(h_NI.to(dtype), down, down_bias, pairs, ends, experts.is_transposed)
     if experts.has_post_expert_norm:
         out_NH = experts.post_expert_norm(out_NH)
     weights_RK = weights_RK.to(torch.promote_types(dtype, torch.float32))
     return weighted_sum(out_NH, weights_RK, pairs, dtype=x_RH.dtype)
+
+
+def _activated(experts: Any, h_NJ: Tensor) -> Tensor:
+    """The module's activation: in one pass each way where it is of a known family and Triton can have it."""
+    gate = None
+    # A compiler that is at work here fuses it by itself.
+    if h_NJ.is_cuda and h_NJ.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling():
+        gate = known_gate(experts)
+    if gate is not None:
+        from ..kernels.activation_triton import activate
+
+        return activate(h_NJ, gate)
+    return experts._apply_gate(h_NJ) if experts.has_gate else experts.act_fn(h_NJ)
 
 
 def _fits_grouped_mm(weight: Tensor) -> bool:

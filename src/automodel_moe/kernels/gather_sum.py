@@ -96,6 +96,15 @@ def spread(dy_RH: Tensor, src_NH: Tensor, weights_RK: Tensor, slot_N: Tensor, po
     return spread_reference(dy_RH, src_NH, weights_RK, slot_N, pos_RK)
 
 
+def gather_dots(dots_PN: Tensor, pos_RK: Tensor) -> Tensor:
+    """`sum over p of dots[p, pos[r, k]]`, [R, K], summed in the order of p; 0 where `pos` is -1, whatever is there."""
+    if dots_PN.is_cuda:
+        from .gather_sum_triton import gather_dots as kernel
+
+        return kernel(dots_PN, pos_RK)
+    return gather_dots_reference(dots_PN, pos_RK)
+
+
 def zero_tail_(x_NH: Tensor, bounds: Tensor) -> Tensor:
     """Zero the rows past the last live pair, in place. By selection: 0 times uninitialised memory may be NaN."""
     if x_NH.is_cuda:
@@ -135,6 +144,14 @@ def spread_reference(
             row_RH = src_NH[pos_RK[:, k].clamp(min=0)].to(sum_dtype)
             d_weights_RK[:, k] = (row_RH * dy_RH).sum(dim=1)
     return d_src_NH, d_weights_RK.masked_fill_(pos_RK < 0, 0)
+
+
+def gather_dots_reference(dots_PN: Tensor, pos_RK: Tensor) -> Tensor:
+    """[`gather_dots`] in plain torch."""
+    total_RK = dots_PN.new_zeros(pos_RK.shape)
+    for dots_N in dots_PN:
+        total_RK += dots_N[pos_RK.clamp(min=0)]
+    return total_RK.masked_fill_(pos_RK < 0, 0)
 
 
 def zero_tail_reference_(x_NH: Tensor, bounds: Tensor) -> Tensor:

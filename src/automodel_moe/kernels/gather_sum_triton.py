@@ -57,6 +57,15 @@ def spread(dy_RH: Tensor, src_NH: Tensor, weights_RK: Tensor, pos_RK: Tensor) ->
     return d_src_NH, d_weights_RK
 
 
+def gather_dots(dots_PN: Tensor, pos_RK: Tensor) -> Tensor:
+    """See [`automodel_moe.kernels.gather_sum.gather_dots`]."""
+    n_slots, (P, N) = pos_RK.numel(), dots_PN.shape
+    out_RK = torch.empty(pos_RK.shape, dtype=dots_PN.dtype, device=dots_PN.device)
+    if n_slots > 0:
+        _gather_dots[(triton.cdiv(n_slots, 256),)](dots_PN.contiguous(), pos_RK, out_RK, n_slots, N, P, 256)
+    return out_RK
+
+
 def zero_tail_(x_NH: Tensor, bounds: Tensor) -> Tensor:
     """See [`automodel_moe.kernels.gather_sum.zero_tail_`]. `x_NH` must be contiguous."""
     N, H = x_NH.shape
@@ -133,7 +142,17 @@ def _spread(
     tl.store(d_weights_ptr + row * K + every_k, dots.to(d_weights_ptr.dtype.element_ty), mask=every_k < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_slots", "N"])
+def _gather_dots(dots_ptr, pos_ptr, out_ptr, n_slots, N, P: tl.constexpr, block: tl.constexpr):
+    slot = tl.program_id(0) * block + tl.arange(0, block)
+    pos = tl.load(pos_ptr + slot, mask=slot < n_slots, other=-1).to(tl.int64)
+    total = tl.zeros((block,), dots_ptr.dtype.element_ty)
+    for part in tl.static_range(P):
+        total += tl.load(dots_ptr + N.to(tl.int64) * part + pos, mask=pos >= 0, other=0)
+    tl.store(out_ptr + slot, total, mask=slot < n_slots)
+
+
+@triton.jit(do_not_specialize=["N"])
 def _zero_tail(x_ptr, bounds_ptr, N, H, n_experts, rows: tl.constexpr, block: tl.constexpr):
     first = tl.program_id(0) * rows
     n_live = tl.load(bounds_ptr + n_experts)

@@ -44,17 +44,17 @@ def sort_pairs(idx_RK: Tensor, n_experts: int, n_pairs: int | None = None) -> Pa
         from .pairs_triton import sort_slots
     else:
         sort_slots = sort_slots_reference
-    slot_N, pos_RK, bounds = sort_slots(idx_RK, n_experts)
-    slot_N = slot_N[:n_pairs]
-    return Pairs(slot_N, slot_N // idx_RK.shape[1], pos_RK, bounds, has_tail=n_pairs is None)
+    slot, row, pos_RK, bounds = sort_slots(idx_RK, n_experts)
+    return Pairs(slot[:n_pairs], row[:n_pairs], pos_RK, bounds, has_tail=n_pairs is None)
 
 
-def sort_slots_reference(idx_RK: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`slot` (of all R x K slots, those of -1 last), `pos_RK` and `bounds` of [`Pairs`], in plain torch."""
+def sort_slots_reference(idx_RK: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`slot` and `row` (of all R x K slots, those of -1 last), `pos_RK` and `bounds` of [`Pairs`], in plain torch."""
     flat = idx_RK.reshape(-1)
     expert, slot = torch.sort(torch.where(flat < 0, n_experts, flat), stable=True)
     every = torch.arange(n_experts + 1, device=flat.device, dtype=expert.dtype)
     bounds = torch.searchsorted(expert, every, out_int32=True)
     place = torch.arange(slot.shape[0], device=flat.device, dtype=torch.int32)
     pos_RK = torch.empty_like(place).scatter_(0, slot, place).view_as(idx_RK).masked_fill_(idx_RK < 0, -1)
-    return slot.int(), pos_RK, bounds
+    slot = slot.int()
+    return slot, slot // idx_RK.shape[1], pos_RK, bounds
