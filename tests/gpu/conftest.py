@@ -23,6 +23,8 @@ def pytest_sessionfinish(session, exitstatus):
     if not torch.cuda.is_available() or not session.testscollected:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:  # a worker of pytest-xdist
+        return
     counts = {kind: len(reporter.stats.get(kind, [])) for kind in ("passed", "failed", "skipped", "error")}
     packages = ("torch", "transformers", "accelerate", "triton", "quack-kernels", "nvidia-cutlass-dsl")
     installed = {d.name for d in importlib.metadata.distributions()}
