@@ -14,12 +14,26 @@ __version__ = "0.1.0"
 _HOMES = {
     "MoEAutoModel": "auto",
     "MoEConfig": "config",
+    "iter_hf_weights": "checkpoint.stream",
+    "load_imbalance": "trainer.expert_load",
+    "load_training_state": "trainer.plain",
+    "save_training_state": "trainer.plain",
 }
-__all__ = ["MoEAutoModel", "MoEConfig"]
+__all__ = [
+    "MoEAutoModel",
+    "MoEConfig",
+    "iter_hf_weights",
+    "load_imbalance",
+    "load_training_state",
+    "save_training_state",
+]
 
 if TYPE_CHECKING:
     from .auto import MoEAutoModel
+    from .checkpoint.stream import iter_hf_weights
     from .config import MoEConfig
+    from .trainer.expert_load import load_imbalance
+    from .trainer.plain import load_training_state, save_training_state
 
 
 def __getattr__(name: str):

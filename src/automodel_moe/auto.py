@@ -19,14 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, find_adapter_config_file, is_peft_available, logging
 
-from . import block, dispatch, experts
+from . import block, dense, dispatch, experts, prefetch, recompute
 from .checkpoint.initialize import initialize_sharded
 from .checkpoint.load import loading
 from .checkpoint.quantized import dequantizing_config
 from .checkpoint.save import prepare_save
 from .config import MoEConfig
+from .dense import linear_attention
 from .say import say_once
-from .trainer import collective, loops
+from .trainer import aux_loss, balancing, collective, expert_load, loops, nonfinite, resume, watch
 
 _DTYPES = {"bf16": torch.bfloat16, "mixed": torch.float32, "fp32": torch.float32}
 
@@ -197,30 +198,49 @@ def _load(load: Callable[..., Any], model_config: PreTrainedConfig, moe: MoEConf
     modules = block.experts_modules(meta)
     outside_registries = model_config.get_text_config().model_type in block.WITHOUT_ADAPTER
     kwargs = kwargs | _dtype_argument(moe, kwargs)
+    _check_counting(meta, modules if kwargs.get("experts_implementation") in (None, block.NAME) else {}, moe)
     if not modules and not outside_registries:
         if moe.ep_size not in ("auto", 1):
             raise ValueError(
                 f"moe_config: ep_size={moe.ep_size}, but {type(meta).__name__} has no MoE experts to spread; leave "
                 'ep_size at "auto".'
             )
+        if moe.skip_nonfinite_steps:
+            raise ValueError(
+                f"moe_config: skip_nonfinite_steps=True, but {type(meta).__name__} has no MoE experts and loads as in "
+                "transformers; leave it out."
+            )
         if moe.precision == "mixed":
             raise ValueError(
                 f"moe_config: precision='mixed', but {type(meta).__name__} has no MoE experts and loads as in "
                 "transformers; use TrainingArguments(bf16=True) for bfloat16 compute with float32 weights."
             )
+        if moe.recompute != "auto":
+            raise ValueError(
+                f"moe_config: recompute={moe.recompute!r}, but {type(meta).__name__} has no MoE experts and loads as "
+                "in transformers; use TrainingArguments(activation_checkpointing=True)."
+            )
         return load(**kwargs)
 
     _refuse_what_cannot_be_combined(job, kwargs)
+    dense.check(moe, kwargs.get("attn_implementation"))
     own_experts = kwargs.get("experts_implementation") in (None, block.NAME) and bool(modules)
     if own_experts:
         experts.check_installed(moe.experts)
         dispatch.check_installed(moe.dispatcher)
         kwargs["experts_implementation"] = block.NAME
-    elif moe.experts != "auto":
+    else:
         why = f"experts_implementation={kwargs.get('experts_implementation')!r}; give one of the two"
         if not modules:
             why = f"{type(meta).__name__}, whose block computes its own experts; leave it at 'auto'"
-        raise ValueError(f"moe_config: experts={moe.experts!r} can't be used with {why}.")
+        for name in ("experts", "recompute"):
+            if getattr(moe, name) != "auto":
+                raise ValueError(f"moe_config: {name}={getattr(moe, name)!r} can't be used with {why}.")
+    if moe.recompute in recompute.CHECKPOINTED and not meta.supports_gradient_checkpointing:
+        raise ValueError(
+            f"moe_config: recompute={moe.recompute!r} checkpoints layers, which {type(meta).__name__} does not "
+            "support; leave it at 'auto'."
+        )
     quantization = dequantizing_config(model_config, kwargs.get("quantization_config"), sharded=job.world_size > 1)
     if quantization is not None:
         kwargs["quantization_config"] = quantization
@@ -229,6 +249,7 @@ def _load(load: Callable[..., Any], model_config: PreTrainedConfig, moe: MoEConf
         kwargs.pop("device_map", None)  # checked above: it names the device that this rank gets anyway
         kwargs["distributed_config"] = distributed
         collective.ensure_process_group(moe.group_timeout)
+        watch.start(moe.group_timeout)
         collective.agree("moe_config and distributed_config", (moe.to_dict(), distributed.to_dict()))
 
     def prepare(model: PreTrainedModel) -> None:
@@ -241,6 +262,7 @@ def _load(load: Callable[..., Any], model_config: PreTrainedConfig, moe: MoEConf
         loaded = load(**kwargs)
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
     _finish(model, moe, distributed, own_experts)
+    dense.finish(model, moe, kwargs.get("attn_implementation"))
     return loaded
 
 
@@ -250,16 +272,34 @@ def _finish(model: PreTrainedModel, moe: MoEConfig, distributed: DistributedConf
         block.attach(model, moe)
         block.finish(model)
     prepare_save(model)
+    resume.install()
+    aux_loss.install(model)
+    if moe.load_stats or moe.router_bias_update_rate:
+        _count(model, moe, distributed)
+    if moe.skip_nonfinite_steps:
+        nonfinite.install(model)
+    linear_attention.install(model, moe.linear_attention)
     if distributed is None:
         if moe.precision == "mixed":
             _compute_in_bf16(model)
         return
     collective.guard_calls(model, moe.call_timeout)
+    collective.bound_groups(model, moe.group_timeout)
+    watch.follow(model, block.experts_modules(model))
+    prefetch.install(model, block.experts_modules(model), moe.prefetch)
     loops.install()
     _accept_own_device(model)
     vars(model)["_ddp_params_and_buffers_to_ignore"] = _RefuseDDP()
     # Not in a collective: their time-out would start to run while a slow disk still reads.
     collective.meet("MoEAutoModel.from_pretrained", collective.LOAD_TIMEOUT)
+
+
+def _count(model: PreTrainedModel, moe: MoEConfig, distributed: DistributedConfig | None) -> None:
+    modules = block.experts_modules(model)
+    sizes = (1, 1) if distributed is None else (distributed.ep_size or 1, distributed.tp_size or 1)
+    counts = expert_load.install(model, modules, *sizes)
+    if moe.router_bias_update_rate:
+        balancing.install(model, modules, counts, moe.router_bias_update_rate)
 
 
 # --- deciding --------------------------------------------------------------------------------------------------------
@@ -314,6 +354,18 @@ def _dtype_argument(moe: MoEConfig, kwargs: Mapping[str, Any]) -> dict[str, torc
                 f"other; leave out one of the two."
             )
     return {"dtype": dtype}
+
+
+def _check_counting(meta: PreTrainedModel, modules: Mapping[str, Any], moe: MoEConfig) -> None:
+    for name in ("load_stats", "router_bias_update_rate"):
+        if getattr(moe, name) and not modules:
+            raise ValueError(
+                f"moe_config: {name}={getattr(moe, name)} counts tokens on their way into this library's experts, and "
+                f"{type(meta).__name__} has none here: it is dense, computes its own experts, or is loaded with "
+                "another experts_implementation. Leave it out."
+            )
+    if moe.router_bias_update_rate:
+        balancing.check(meta, modules, moe.router_bias_update_rate)
 
 
 def _refuse_what_cannot_be_combined(job: _Job, kwargs: Mapping[str, Any]) -> None:

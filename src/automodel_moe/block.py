@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
@@ -31,9 +29,12 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from . import dispatch, experts
+from . import dispatch, experts, overlap, recompute
 from .config import MoEConfig
+from .overlap import Beside
+from .recompute import Recompute, experts_arguments
 from .say import say_once
+from .trip import Trip
 
 NAME = "automodel"  # our entry in transformers' registries
 
@@ -44,12 +45,15 @@ class BlockState:
 
     config: MoEConfig
     routed: RoutedTokens
+    recompute: Recompute
     driver: Driver | None = None
+    beside: Beside | None = None  # work for the driver's next call to do while tokens travel
 
 
 # --- the experts function --------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # kernels that build themselves at run time are not for tracing
 def experts_function(
     module: Any, x_RH: torch.Tensor, idx_RK: torch.Tensor, weights_RK: torch.Tensor, n_pairs: int | None = None
 ) -> torch.Tensor:
@@ -57,7 +61,8 @@ def experts_function(
     state: BlockState = module.automodel
     # Chosen anew each time: autocast, or FSDP2's mixed precision, may change the dtype between two forwards.
     backend = experts.choose(state.config.experts, module, x_RH.device)
-    return backend(module, x_RH, idx_RK, weights_RK, n_pairs=n_pairs)
+    keeps_h = state.config.recompute != "activation"
+    return backend(module, x_RH, idx_RK, weights_RK, n_pairs=n_pairs, keeps_h=keeps_h)
 
 
 def fp8_experts_function(
@@ -88,36 +93,6 @@ def register() -> None:
 # --- the driver ------------------------------------------------------------------------------------------------------
 
 
-class _Dispatch(torch.autograd.Function):
-    """Tokens and weights to their experts' ranks; in backward their gradients come back along the same plan."""
-
-    @staticmethod
-    def forward(ctx, x_TH, weights_TK, anchor, transport, plan):
-        ctx.transport, ctx.plan, ctx.dtypes = transport, plan, (x_TH.dtype, weights_TK.dtype)
-        return transport.dispatch_finish(transport.dispatch_start(plan, x_TH, weights_TK))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx_RH, dweights_RK):
-        transport = ctx.transport
-        dx_TH, dweights_TK = transport.combine_finish(transport.combine_start(ctx.plan, dx_RH, dweights_RK))
-        return dx_TH.to(ctx.dtypes[0]), dweights_TK.to(ctx.dtypes[1]), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Rows back to their tokens' ranks, summed per token; in backward the tokens' gradient goes out along the plan."""
-
-    @staticmethod
-    def forward(ctx, y_RH, transport, plan):
-        ctx.transport, ctx.plan = transport, plan
-        return transport.combine_finish(transport.combine_start(plan, y_RH))[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_TH):
-        return ctx.transport.dispatch_finish(ctx.transport.dispatch_start(ctx.plan, dy_TH))[0], None, None
-
-
 class Driver(EPImplementation):
     """The entry `"automodel"` of transformers' `EPImplementationInterface`: dispatch, experts, combine.
 
@@ -130,53 +105,77 @@ class Driver(EPImplementation):
 
     def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh):
         super().__init__(experts, ep_mesh, tp_mesh)
-        state: BlockState = experts.automodel
+        self.state: BlockState = experts.automodel
+        self.state.driver = self
+        config = self.state.config
         self.choose = functools.partial(
             dispatch.choose,
-            state.config.dispatcher,
+            config.dispatcher,
             ep_mesh.get_group(),
             int(experts.num_experts),
-            max_tokens=None if state.config.max_tokens == "auto" else int(state.config.max_tokens),
+            max_tokens=None if config.max_tokens == "auto" else int(config.max_tokens),
+            dtype=config.dispatch_dtype,
+            row_capacity=config.row_capacity,
         )
         # By the dtype of what is sent, which is known in a forward alone: autocast may change it between two.
         self.transports: dict[torch.dtype, dispatch.Transport] = {}
         self.experts = experts
-        state.driver = self
 
     def __call__(self, x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
         n_tokens = x_TH.size(0)
+        beside, self.state.beside = self.state.beside, None
         if torch.is_autocast_enabled(x_TH.device.type):
             x_TH = x_TH.to(torch.get_autocast_dtype(x_TH.device.type))
         weights_TK = weights_TK.float()
         if self.tp_mesh.size() > 1:
             x_TH, idx_TK, weights_TK = (self._own_slice(t) for t in (x_TH, idx_TK, weights_TK))
 
-        differentiable = torch.is_grad_enabled() and (
-            x_TH.requires_grad or weights_TK.requires_grad or any(p.requires_grad for p in self.experts.parameters())
-        )
+        parts: list[tuple[torch.Tensor, ...]] = [(x_TH, idx_TK, weights_TK)]
+        if self.state.config.overlap == "halves":
+            # Two of every batch, however small: all ranks make the same exchanges.
+            half = x_TH.size(0) // 2
+            parts = list(zip(*(t.split([half, x_TH.size(0) - half]) for t in parts[0]), strict=True))
+        trips = self._trips(parts)
+        sent = [
+            trip.dispatch_start(x_tH, weights_tK) for trip, (x_tH, _, weights_tK) in zip(trips, parts, strict=True)
+        ]
+        if beside is not None:
+            beside()
+        # One half's experts run while the other's rows are under way.
+        back = [trip.combine_start(self._experts(trip, start)) for trip, start in zip(trips, sent, strict=True)]
+        y_tHs = [trip.combine_finish(start) for trip, start in zip(trips, back, strict=True)]
+        y_TH = y_tHs[0] if len(y_tHs) == 1 else torch.cat(y_tHs)
+        if self.tp_mesh.size() > 1:
+            y_TH = self._whole(y_TH, n_tokens)
+        return y_TH
+
+    def _trips(self, parts: Sequence[tuple[torch.Tensor, ...]]) -> list[Trip]:
+        """Who sends what to whom, for each part of the batch: the forward's, in a recompute."""
+        x_TH, _, weights_TK = parts[0]
         if x_TH.dtype not in self.transports:
             self.transports[x_TH.dtype] = self.choose(x_TH=x_TH)
         transport = self.transports[x_TH.dtype]
-        plan = transport.plan(idx_TK, x_TH, differentiable)
-        # Where this rank's own inputs need no gradient, the anchor keeps the exchange in the graph all the same: every
-        # rank of the group must run the same collectives in backward.
-        anchor = x_TH.new_zeros((), requires_grad=torch.is_grad_enabled())
-        x_RH, weights_RK = _Dispatch.apply(x_TH, weights_TK, anchor, transport, plan)
-        if plan.differentiable and not torch.is_grad_enabled():
+        if before := self.state.recompute.received:
+            return [Trip(transport, received.plan, received) for received in before]
+        differentiable = torch.is_grad_enabled() and (
+            x_TH.requires_grad or weights_TK.requires_grad or any(p.requires_grad for p in self.experts.parameters())
+        )
+        return [Trip(transport, transport.plan(idx_tK, x_tH, differentiable)) for x_tH, idx_tK, _ in parts]
+
+    def _experts(self, trip: Trip, sent: torch.Tensor) -> torch.Tensor:
+        """This rank's experts on the rows that arrive."""
+        rows, differentiable = trip.dispatch_finish(sent), trip.plan.differentiable
+        if differentiable and not torch.is_grad_enabled():
             raise RuntimeError(
                 "Another rank of the expert-parallel group is training while this one runs without gradients "
                 "(torch.no_grad, or an evaluation): its backward would wait for this rank for ever. Every rank must "
                 "do the same step."
             )
-        rows = dispatch.Rows(x_RH, plan.idx_RK, weights_RK, plan.n_pairs)
-        if not plan.differentiable:
-            rows = dispatch.Rows(x_RH.detach(), rows.idx_RK, weights_RK.detach(), rows.n_pairs)
-
-        y_RH = self.experts_forward(rows.x_RH, rows.idx_RK, rows.weights_RK, n_pairs=rows.n_pairs)
-        y_TH = _Combine.apply(y_RH, transport, plan)
-        if self.tp_mesh.size() > 1:
-            y_TH = self._whole(y_TH, n_tokens)
-        return y_TH
+        self.state.recompute.keep(trip.plan, rows)
+        x_RH, weights_RK = rows.x_RH, rows.weights_RK
+        if not differentiable:
+            x_RH, weights_RK = x_RH.detach(), weights_RK.detach()
+        return self.experts_forward(x_RH, rows.idx_RK, weights_RK, n_pairs=rows.n_pairs)
 
     def _own_slice(self, tensor: torch.Tensor) -> torch.Tensor:
         # Replicate -> Shard is a local cut; its backward gathers the slices' gradients.
@@ -250,58 +249,16 @@ class RoutedTokens:
         return routed_BS | scored_BS
 
     def mask_padding(self, experts: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
-        names = ("hidden_states", "top_k_index", "top_k_weights")
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        x_TH, idx_TK, weights_TK = (arguments[name] for name in names)
+        x_TH, idx_TK, weights_TK = experts_arguments(args, kwargs)
         if self.routed_BS is None or self.routed_BS.numel() != idx_TK.size(0):
             return None
         routed_T1 = self.routed_BS.to(idx_TK.device).reshape(-1, 1)
         return (x_TH, torch.where(routed_T1, idx_TK, -1), torch.where(routed_T1, weights_TK, 0.0)), {}
 
-    @contextmanager
-    def replay(self, routed_BS: torch.Tensor | None) -> Iterator[None]:
-        """Recompute an earlier forward under the mask that it ran with: another one may have run since."""
-        current, self.routed_BS = self.routed_BS, routed_BS
-        try:
-            yield
-        finally:
-            self.routed_BS = current
-
-    def checkpoint_contexts(self) -> tuple[Any, Any]:
-        """`context_fn` of `torch.utils.checkpoint`: the mask of now, kept for the recompute."""
-        return nullcontext(), self.replay(self.routed_BS)
-
 
 @functools.cache
 def _signature(forward: Callable) -> inspect.Signature:
     return inspect.signature(forward)
-
-
-def _enable_checkpointing(
-    model: PreTrainedModel, routed: RoutedTokens, options: dict[str, Any] | None = None, *args: Any, **kwargs: Any
-) -> None:
-    """A model's `_activation_checkpointing_enable`, so that a layer's recompute has the mask of its own forward."""
-    options = dict(kwargs.pop("activation_checkpointing_kwargs", options) or {})
-    if options.get("use_reentrant"):
-        say_once("use_reentrant=True: using the non-reentrant form, which keeps each forward's padding mask.")
-    if "context_fn" in options:
-        options["context_fn"] = functools.partial(_both_contexts, routed.checkpoint_contexts, options["context_fn"])
-    options = {"context_fn": routed.checkpoint_contexts} | options | {"use_reentrant": False}
-    type(model)._activation_checkpointing_enable(model, options, *args, **kwargs)
-
-
-def _both_contexts(own: Callable[[], tuple[Any, Any]], users: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Two `context_fn`s of `torch.utils.checkpoint` as one."""
-    (own_forward, own_recompute), (users_forward, users_recompute) = own(), users()
-    return _entered(own_forward, users_forward), _entered(own_recompute, users_recompute)
-
-
-@contextmanager
-def _entered(*contexts: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 # --- block adapters --------------------------------------------------------------------------------------------------
@@ -408,15 +365,20 @@ def attach(model: nn.Module, config: MoEConfig) -> None:
     """
     adapt_blocks(model)
     routed = RoutedTokens()
+    regions = Recompute(routed, keep_rows=config.recompute == "experts")
     for module in experts_modules(model).values():
-        vars(module).setdefault("automodel", BlockState(config, routed))
+        vars(module).setdefault("automodel", BlockState(config, routed, regions))
 
 
 def finish(model: PreTrainedModel) -> None:
     """Install the hooks on a loaded model."""
     modules = list(experts_modules(model).values())
     if modules:
-        routed: RoutedTokens = modules[0].automodel.routed
-        routed.install(model)
-        enable = functools.partial(_enable_checkpointing, model, routed)
-        vars(model)["_activation_checkpointing_enable"] = enable
+        state: BlockState = modules[0].automodel
+        state.routed.install(model)
+        for module in modules:
+            # After the one that masks padding: what is kept is what the experts see.
+            module.register_forward_pre_hook(state.recompute.keep_choice, with_kwargs=True)
+        recompute.install(model, state.recompute, state.config.recompute)
+        if state.driver is not None and state.config.overlap != "none":
+            overlap.install(model)
