@@ -197,7 +197,7 @@ def test_a_failed_write_raises_everywhere_and_leaves_what_was_there(job, fails_o
     results = worlds(2).run(HERE + job, timeout=60, folder=source, out=out, fails_on=fails_on)
     assert message in results[raises]
     other = results[1 - raises]
-    assert other.startswith(f"RuntimeError: save_pretrained failed on rank {raises}") and message in other
+    assert other.startswith(f"RuntimeError: `save_pretrained` failed on rank {raises}") and message in other
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
@@ -226,7 +226,7 @@ def test_a_failed_conversion_raises_everywhere(fails_on, worlds, tmp_path):
     results = worlds(2).run(HERE + "failing_conversion", timeout=60, folder=source, out=out, fails_on=fails_on)
     assert results[fails_on] == "MemoryError: no room to convert"
     assert results[1 - fails_on] == (
-        f"RuntimeError: save_pretrained failed on rank {fails_on}: MemoryError: no room to convert"
+        f"RuntimeError: `save_pretrained` failed on rank {fails_on}: MemoryError: no room to convert"
     )
     assert not list(out.iterdir())
 

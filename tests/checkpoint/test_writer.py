@@ -206,7 +206,7 @@ def test_a_state_dict_with_parts_missing_on_a_rank(worlds, tmp_path):
     write("qwen3_moe", tmp_path / "source")
     first, second = worlds(2).run(HERE + "partly_passed", folder=tmp_path / "source", out=tmp_path / "out")
     assert "state_dict['model.embed_tokens.weight'] is a DTensor on rank 0 and not on rank 1" in second
-    assert first.startswith("RuntimeError: save_pretrained failed on rank 1: ValueError")
+    assert first.startswith("RuntimeError: `save_pretrained` failed on rank 1: ValueError")
     assert not list((tmp_path / "out").iterdir())
 
 

@@ -12,8 +12,8 @@ import inspect
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import create_and_tag_model_card
 
 from ..say import say_once
-from ..trainer.collective import LOAD_TIMEOUT, meet
+from ..trainer.collective import together
 from .commit import commit, drop_leftovers, weight_files, write_synced
 from .headers import CheckpointError, read_header
 from .layout import Layout, index_bytes, lay_out
@@ -34,6 +34,7 @@ from .reverse import Conversion, changed_by_dtype, conversions_of, entries_to_sa
 from .shares import fetch
 from .writer import write_own_slices, write_streamed
 
+_CALL = "save_pretrained"
 _NONCE = "nonce"
 
 
@@ -58,11 +59,11 @@ def _save_pretrained(self: PreTrainedModel, save_directory: str | os.PathLike, *
     call = inspect.signature(type(self).save_pretrained).bind(self, save_directory, *args, **kwargs)
     call.apply_defaults()
     shared = _is_shared(self)
-    with _error_on_every_rank(shared):
+    with together(_CALL) if shared else nullcontext():
         if os.path.isfile(save_directory):
             raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file.")
     if call.arguments["distributed_checkpoint"] or self._hf_peft_config_loaded:
-        with _error_on_every_rank(shared, slow=True):
+        with together(_CALL, slow=True) if shared else nullcontext():
             type(self).save_pretrained(*call.args, **call.kwargs)
     elif shared:
         _save_together(self, call)
@@ -81,7 +82,7 @@ def _gather_for_save(self, model_to_save, state_dict, distributed_config, *, sav
 
 
 def _no_barrier(self, distributed_config) -> None:
-    # The ranks meet in `_error_on_every_rank`, which a failing writer reaches too.
+    # The ranks meet in `together`, which a failing writer reaches too.
     return None
 
 
@@ -145,7 +146,7 @@ def _save_together(model: PreTrainedModel, call: inspect.BoundArguments) -> None
     kept_from = vars(model)["_kept_from"]
     job: _Job | None = None
     try:
-        with _error_on_every_rank():
+        with together(_CALL):
             state = entries_to_save(model, model.state_dict() if passed is None else passed)
             if leads and arguments["is_main_process"]:
                 before = _files(model, folder)
@@ -154,17 +155,17 @@ def _save_together(model: PreTrainedModel, call: inspect.BoundArguments) -> None
         if job_of_all is None:
             return
         aside = Path(job_of_all.aside)
-        with _error_on_every_rank():
+        with together(_CALL):
             _check_entries(job_of_all.entries, state)
             conversions = _reverse(model, job_of_all.entries, job_of_all.original_format)
             changed = changed_by_dtype(conversions, kept_from, state)
         changed = [key for keys in _from_all(changed) for key in keys]
         blind = [rank for rank, sees in enumerate(_from_all(_sees(job_of_all))) if not sees]
-        with _error_on_every_rank():
+        with together(_CALL):
             settle_dtypes(conversions, kept_from, changed)
             layout = lay_out(conversions, job_of_all.max_shard_size, job_of_all.variant, model.num_parameters())
             hub = _save_all_but_weights(model, call, aside, folder) if leads else {}
-        with _error_on_every_rank(slow=True):
+        with together(_CALL, slow=True):
             if blind:
                 say_once(
                     f"save_pretrained: rank(s) {blind} do not see rank 0's {folder}, so rank 0 writes everything, "
@@ -173,7 +174,7 @@ def _save_together(model: PreTrainedModel, call: inspect.BoundArguments) -> None
                 write_streamed(aside, layout, conversions, state)
             else:
                 write_own_slices(aside, layout, conversions, state, copies=not job_of_all.passed)
-        with _error_on_every_rank(slow=True):
+        with together(_CALL, slow=True):
             if leads:
                 _finish(aside, folder, layout, job_of_all.variant)
                 if hub:
@@ -289,31 +290,6 @@ def _from_all(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-@contextmanager
-def _error_on_every_rank(shared: bool = True, slow: bool = False) -> Iterator[None]:
-    """
-    Where ranks share a model, leave together; raise on each of them what one of them raised. `slow`: a disk or a
-    network may keep one rank for longer than a collective would wait.
-    """
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        if not shared:
-            raise
-        problem = error
-    if not shared:
-        return
-    if slow:
-        meet("save_pretrained (its end)", LOAD_TIMEOUT)
-    problems = _from_all(None if problem is None else f"{type(problem).__name__}: {problem}")
-    if problem is not None:
-        raise problem
-    for rank, message in enumerate(problems):
-        if message is not None:
-            raise RuntimeError(f"save_pretrained failed on rank {rank}: {message}")
 
 
 def _check_written(folder: Path, variant: str | None, keys: set[str]) -> None:

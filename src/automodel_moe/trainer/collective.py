@@ -127,12 +127,13 @@ def agree(what: str, value: Any) -> None:
 
 
 @contextmanager
-def together(call: str) -> Iterator[None]:
+def together(call: str, slow: bool = False) -> Iterator[None]:
     """
     Leave a block that every rank runs together, and raise on all ranks what one of them raised. A collective.
 
     Args:
         call (`str`): The call's name, for the ranks that hear of another's error.
+        slow (`bool`): A disk or a network may keep one rank for longer than a collective would wait.
 
     Raises:
         `RuntimeError`: on the ranks where the block went well, if it failed on another one.
@@ -142,6 +143,8 @@ def together(call: str) -> Iterator[None]:
         yield
     except Exception as error:
         problem = error
+    if slow:
+        meet(f"{call} (its end)", LOAD_TIMEOUT)
     problems: list[str | None] = [None]
     if dist.is_initialized():
         problems *= dist.get_world_size()
