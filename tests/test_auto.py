@@ -87,6 +87,10 @@ def test_dense_checkpoint_is_what_transformers_returns(tmp_path):
         MoEAutoModel.from_pretrained(tmp_path, moe_config={"ep_size": 2})
     with pytest.raises(ValueError, match=r"precision='mixed', but LlamaForCausalLM has no MoE experts"):
         MoEAutoModel.from_pretrained(tmp_path, moe_config={"precision": "mixed"})
+    with pytest.raises(ValueError, match=r"attention='flash4', but LlamaForCausalLM has no MoE experts"):
+        MoEAutoModel.from_pretrained(tmp_path, moe_config={"attention": "flash4"})
+    harmless = {"ep_size": 1, "precision": "fp32", "loss": "model", "recompute": "none", "call_timeout": 5.0}
+    assert type(MoEAutoModel.from_pretrained(tmp_path, moe_config=harmless)) is LlamaForCausalLM
 
 
 @pytest.mark.parametrize("top_k", [1, 3])

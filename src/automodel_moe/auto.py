@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import math
@@ -200,26 +201,7 @@ def _load(load: Callable[..., Any], model_config: PreTrainedConfig, moe: MoEConf
     kwargs = kwargs | _dtype_argument(moe, kwargs)
     _check_counting(meta, modules if kwargs.get("experts_implementation") in (None, block.NAME) else {}, moe)
     if not modules and not outside_registries:
-        if moe.ep_size not in ("auto", 1):
-            raise ValueError(
-                f"moe_config: ep_size={moe.ep_size}, but {type(meta).__name__} has no MoE experts to spread; leave "
-                'ep_size at "auto".'
-            )
-        if moe.skip_nonfinite_steps:
-            raise ValueError(
-                f"moe_config: skip_nonfinite_steps=True, but {type(meta).__name__} has no MoE experts and loads as in "
-                "transformers; leave it out."
-            )
-        if moe.precision == "mixed":
-            raise ValueError(
-                f"moe_config: precision='mixed', but {type(meta).__name__} has no MoE experts and loads as in "
-                "transformers; use TrainingArguments(bf16=True) for bfloat16 compute with float32 weights."
-            )
-        if moe.recompute != "auto":
-            raise ValueError(
-                f"moe_config: recompute={moe.recompute!r}, but {type(meta).__name__} has no MoE experts and loads as "
-                "in transformers; use TrainingArguments(activation_checkpointing=True)."
-            )
+        _refuse_for_dense(meta, moe)
         return load(**kwargs)
 
     _refuse_what_cannot_be_combined(job, kwargs)
@@ -354,6 +336,25 @@ def _dtype_argument(moe: MoEConfig, kwargs: Mapping[str, Any]) -> dict[str, torc
                 f"other; leave out one of the two."
             )
     return {"dtype": dtype}
+
+
+# Fields, or values of them, that ask for nothing that a dense model hasn't.
+_OF_ANY_MODEL = {"group_timeout", "call_timeout", ("ep_size", 1), ("precision", "bf16"), ("precision", "fp32")}
+_OTHERWISE = {
+    "precision": "use TrainingArguments(bf16=True) for bfloat16 compute with float32 weights",
+    "recompute": "use TrainingArguments(activation_checkpointing=True)",
+}
+
+
+def _refuse_for_dense(meta: PreTrainedModel, moe: MoEConfig) -> None:
+    for field in dataclasses.fields(moe):
+        name, value = field.name, getattr(moe, field.name)
+        asked = value != field.default and value not in ("none", "model")
+        if asked and name not in _OF_ANY_MODEL and (name, value) not in _OF_ANY_MODEL:
+            raise ValueError(
+                f"moe_config: {name}={value!r}, but {type(meta).__name__} has no MoE experts and loads as in "
+                f"transformers; {_OTHERWISE.get(name, 'leave it out')}."
+            )
 
 
 def _check_counting(meta: PreTrainedModel, modules: Mapping[str, Any], moe: MoEConfig) -> None:

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import DistributedConfig
 
 from automodel_moe.checkpoint.headers import CheckpointError
+from automodel_moe.checkpoint.load import same_on_every_rank
 from automodel_moe.checkpoint.reload import reload_weights
 from automodel_moe.checkpoint.save import prepare_save
 from tests.checkpoint import ranks
@@ -96,3 +98,17 @@ def test_a_weight_that_is_not_there_is_named(layout, worlds, tmp_path):
     messages = worlds(2).run(f"{HERE}:refuse", folder=folder, **layout) if layout else [refuse(folder)]
     for message in messages:
         assert message == f"{folder}/less does not fill the model:\n  model.norm.weight is not there"
+
+
+def unreadable_on_one(rank: int) -> str:
+    with pytest.raises((PermissionError, CheckpointError)) as error, same_on_every_rank(sharded=True):
+        if dist.get_rank() == rank:
+            raise PermissionError("not for you")
+    return f"{error.type.__name__}: {error.value}"
+
+
+def test_a_file_that_one_rank_cannot_read_stops_all(worlds):
+    assert worlds(2).run(f"{HERE}:unreadable_on_one", timeout=60, rank=1) == [
+        "CheckpointError: PermissionError: not for you",
+        "PermissionError: not for you",
+    ]

@@ -1,4 +1,5 @@
-"""Put a finished checkpoint in the place of an earlier one: a kill at any moment leaves one of the two, whole."""
+"""Put a finished checkpoint in the place of an earlier one: a kill at any moment leaves the weights of
+one of the two, whole."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def commit(aside: Path, folder: Path, variant: str | None) -> None:
     shards = sorted(weights - set(indices))
     for name, path in new.items():
         if path.is_file():
-            _sync(path)
+            sync(path)
         if name not in weights:
             _replace(path, folder / name)
     if not indices:
@@ -50,7 +51,7 @@ def commit(aside: Path, folder: Path, variant: str | None) -> None:
         if old.intersection(shards):
             write_synced(aside / ".index", index_bytes(_moved(final, aside.name)))
             (aside / ".index").replace(folder / index)
-            _sync(folder)
+            sync(folder)
             _drop_single(folder, old - weights)
             for name in shards:
                 _link(new[name], aside / ".link")
@@ -58,14 +59,14 @@ def commit(aside: Path, folder: Path, variant: str | None) -> None:
         else:
             for name in shards:
                 new[name].replace(folder / name)
-        _sync(folder)
+        sync(folder)
         new[index].replace(folder / index)
-    _sync(folder)
+    sync(folder)
     # The single file last hides the index, so it goes first of what is left of the earlier checkpoint.
     for name in sorted(old - weights, key=lambda name: ("-of-" in name, name)):
         (folder / name).unlink(missing_ok=True)
     drop_leftovers(folder)
-    _sync(folder)
+    sync(folder)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -110,10 +111,10 @@ def _link(source: Path, name: Path) -> None:
     except OSError:
         # A file system without hard links.
         shutil.copyfile(source, name)
-        _sync(name)
+        sync(name)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Flush a file, or a folder's names, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -128,17 +128,23 @@ def examine(
 
 @contextmanager
 def same_on_every_rank(sharded: bool) -> Iterator[None]:
-    """Raise the first rank's `CheckpointError` on every rank: a file may be bad on one node's disk alone."""
-    problem = None
+    """Raise what one rank raised on every rank, there as a `CheckpointError`: a file may be bad on one node's disk
+    alone."""
+    problem: Exception | None = None
+    sharded = sharded and dist.is_initialized()
     try:
         yield
-    except CheckpointError as error:
+    except Exception as error:
         if not sharded:
             raise
         problem = error
-    if sharded and dist.is_initialized():
+    if sharded:
         messages: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, None if problem is None else str(problem))
+        known = problem is None or isinstance(problem, CheckpointError)
+        text = f"{problem}" if known else f"{type(problem).__name__}: {problem}"
+        dist.all_gather_object(messages, None if problem is None else text)
+        if problem is not None and not known:
+            raise problem
         first = next((message for message in messages if message is not None), None)
         if first is not None:
             raise CheckpointError(first) from problem

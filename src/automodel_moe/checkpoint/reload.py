@@ -64,13 +64,16 @@ def weight_files(folder: str | os.PathLike) -> list[str]:
     The safetensors files that make up the model in `folder`.
 
     Raises:
-        `CheckpointError`: if there is none, or one that the index names is missing.
+        `CheckpointError`: if there is none, one that the index names is missing, or the index can't be read.
     """
     folder = Path(folder)
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = [SAFE_WEIGHTS_NAME]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{index} is no index ({error}): download or copy it again.") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(f"{folder} is incomplete: it has no {', '.join(missing[:_SHOWN])}.")

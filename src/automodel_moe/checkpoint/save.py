@@ -44,7 +44,8 @@ def prepare_save(model: PreTrainedModel) -> None:
 
     Call it once, on a loaded model; only this instance changes. Every rank must call `save_pretrained`. Each writes
     its own slices and holds little more than its parameters meanwhile; an error on one rank is raised on all. The
-    folder holds the earlier checkpoint until the new one is complete on disk.
+    folder holds the earlier weights until the new ones are complete on disk, except where transformers itself writes:
+    adapters, quantized models, `distributed_checkpoint=True`, and `push_to_hub=True` in one process.
     """
     own = vars(model)
     # Partials of the model, so that a deep copy or a pickle of it saves itself and not the original.

@@ -7,6 +7,7 @@ So none is ever half written, and a save that was killed leaves `_saving`, which
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import logging
 
+from ..checkpoint.commit import sync
 from ..checkpoint.headers import CheckpointError, read_header
 from ..checkpoint.reload import weight_files
 from . import collective
@@ -31,14 +33,13 @@ OPTIMIZER = "optimizer"
 def put_in_place(saving: Path, checkpoint: Path) -> None:
     """Give what was written in `saving` its name, flushed to disk, and drop what had that name before."""
     whole = saving / checkpoint.name
-    for path in whole.rglob("*"):
-        if path.is_file():
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
+    for path in (*whole.rglob("*"), whole):
+        sync(path)
     if checkpoint.exists():
         # Moved, not deleted: between the two renames nothing has the name, and that is as short as it can be.
         checkpoint.rename(saving / "replaced")
     whole.rename(checkpoint)
+    sync(checkpoint.parent)  # before anyone deletes an older one
     shutil.rmtree(saving)
 
 
@@ -95,9 +96,13 @@ def damage(checkpoint: str | os.PathLike) -> str | None:
     if not state.is_dir():
         return None
     for name in (f"{OPTIMIZER}/.metadata", f"{OPTIMIZER}/{GROUPS}", SCHEDULER_NAME):
-        if not (folder / name).is_file():
-            return f"it has no {name}"
-    for stored in FileSystemReader(state).read_metadata().storage_data.values():
+        if not (folder / name).is_file() or not (folder / name).stat().st_size:
+            return f"it has no {name}, or an empty one"
+    try:
+        parts = FileSystemReader(state).read_metadata().storage_data.values()
+    except (EOFError, pickle.UnpicklingError) as error:
+        return f"{OPTIMIZER}/.metadata can't be read ({error})"
+    for stored in parts:
         path = state / stored.relative_path
         if not path.is_file() or path.stat().st_size < stored.offset + stored.length:
             return f"{OPTIMIZER}/{stored.relative_path} is missing or truncated"

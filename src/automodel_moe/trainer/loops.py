@@ -124,6 +124,7 @@ def sharded_norm(tensors: list[torch.Tensor], mesh: Any, placements: Any, norm_t
     # torch's own function, patched or not.
     parts = [part for part in local_parts(tensors) if part.numel()]
     norm = torch.nn.utils.get_total_norm(parts, norm_type) if parts else torch.zeros((), device=tensors[0].device)
+    norm = norm.float()  # its square is past float16's range from 256 on, and rounded in bfloat16
     sharding = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if norm_type == float("inf"):
         for dim in sharding:

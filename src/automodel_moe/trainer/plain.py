@@ -72,6 +72,7 @@ def save_training_state(
                 f"folder={os.fspath(folder)!r} is not on a filesystem that all ranks share: this rank doesn't see "
                 "what rank 0 writes there."
             )
+    with collective.together(call):
         own.save_pretrained(whole, is_main_process=first)
         save_optimizer(whole / OPTIMIZER, model, optimizer, **progress)
         if first and scheduler is not None:
