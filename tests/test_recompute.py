@@ -13,7 +13,7 @@ from torch.autograd.graph import save_on_cpu
 from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, modeling_utils
 
 from automodel_moe import MoEAutoModel, MoEConfig
-from automodel_moe.recompute import Kept
+from automodel_moe.recompute import Kept, experts_arguments
 from tests import tiny
 
 
@@ -140,3 +140,10 @@ def test_a_level_that_would_not_be_used_is_refused(checkpoint, arguments):
         config = LlamaConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16)
     with pytest.raises(ValueError, match="recompute='layer'"):
         MoEAutoModel.from_config(config, moe_config=MoEConfig(recompute="layer"), **arguments)
+
+
+def test_an_experts_call_of_another_form_is_refused():
+    assert experts_arguments((1, 2), {"top_k_weights": 3}) == (1, 2, 3)
+    for args, kwargs in (((1, 2, 3, 4), {}), ((1, 2, 3), {"scale": 4}), ((1, 2), {})):
+        with pytest.raises(TypeError, match="is called with"):
+            experts_arguments(args, kwargs)

@@ -51,7 +51,7 @@ def _is_gathered(module: nn.Module) -> bool:
         for p in module.parameters()
         if isinstance(p, DTensor)
         for placement, name, size in zip(
-            p.placements, p.device_mesh.mesh_dim_names or (), p.device_mesh.shape, strict=True
+            p.placements, p.device_mesh.mesh_dim_names or [None] * p.device_mesh.ndim, p.device_mesh.shape, strict=True
         )
     )
 

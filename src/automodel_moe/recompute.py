@@ -136,6 +136,11 @@ def experts_arguments(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor
     """`(hidden_states, top_k_index, top_k_weights)` of a call of an experts module, however it names them."""
     names = ("hidden_states", "top_k_index", "top_k_weights")
     arguments = dict(zip(names, args, strict=False)) | kwargs
+    if len(args) > len(names) or arguments.keys() != set(names):
+        raise TypeError(
+            f"An experts module is called with ({', '.join(names)}), not with {len(args)} arguments and "
+            f"{sorted(kwargs)}: this version of transformers, or this model's own code, is not supported."
+        )
     x_TH, idx_TK, weights_TK = (arguments[name] for name in names)
     return x_TH, idx_TK, weights_TK
 

@@ -22,6 +22,13 @@ from automodel_moe.kernels import rotary_triton
 from tests import tiny
 
 
+class OfHeads(nn.RMSNorm):
+    """A norm for one width alone."""
+
+    def forward(self, x):
+        return super().forward(x.unflatten(-1, (4, 128)))
+
+
 @pytest.mark.parametrize(
     ("norm_class", "offset"),
     [
@@ -31,6 +38,7 @@ from tests import tiny
         (MuseSparkTextInputScaledRMSNorm, None),  # scales what goes in
         (MambaRMSNormGated, None),
         (nn.RMSNorm, None),
+        (OfHeads, None),
     ],
 )
 def test_forms_of_norms(norm_class, offset):

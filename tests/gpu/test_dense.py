@@ -30,14 +30,15 @@ def leaves(*tensors):
 
 # Rows equal to the columns, where a kernel could take one for the other; more than one chunk; a ragged few.
 ROWS = [(1024, 1024, 8192), (9001, 256, 4096), (77, 256, 1280), (4096 * 2 + 256, 256, 512)]
-# With ragged rows quack's gradients miss the bound, so "auto" leaves it out: once this fails, it may come back.
+# Two of quack's cases miss the bound, which is a share of transformers' error and so depends on how well 1 / (scored
+# rows) is rounded there; "auto" leaves quack out. Once this fails, it may come back.
 MISSES = pytest.mark.xfail(strict=True, raises=AssertionError, reason="further from float32 than the bound")
 
 
 @pytest.mark.parametrize(
     ("name", "T", "H", "V"),
     [("chunked", *rows) for rows in ROWS]
-    + [pytest.param("quack", *rows, marks=[needs("quack")] + [MISSES] * bool(rows[0] % 128)) for rows in ROWS],
+    + [pytest.param("quack", *rows, marks=[needs("quack")] + [MISSES] * (rows[0] in (77, 9001))) for rows in ROWS],
 )
 def test_loss(name, T, H, V, figures):
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""RMSNorm on the modules that are one: asked with numbers, not by their names.
+"""RMSNorm on the modules that are one: of those called so, the ones that numbers show to be.
 
 A backend's contract: `run(x, weight_D, eps, offset) -> y`, where `y = x / sqrt(mean(x²) + eps) * (offset + weight)`
 over the last dimension D, in x's shape and dtype, computed in float32; differentiable in x and weight.
@@ -51,7 +51,12 @@ def _form(norm_class: type[nn.Module], eps: float) -> tuple[float, float] | None
     stub.variance_epsilon = stub.eps = eps
     try:
         y_RD = norm_class.forward(stub, x_RD)
-    except (AttributeError, TypeError):  # it reads more than a plain norm has
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+        ValueError,
+    ):  # it reads more than a plain norm has, or other shapes
         return None
     if not isinstance(y_RD, Tensor) or y_RD.shape != x_RD.shape:
         return None

@@ -19,7 +19,7 @@ their activation at a limit, which quack's GEMMs don't know.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -106,9 +106,8 @@ def forward(
     if more:
         x_RH, weights_RK = (pad(tensor, (0, 0, 0, more)) for tensor in (x_RH, weights_RK))
         idx_RK = pad(idx_RK, (0, 0, 0, more), value=-1)
-    if n_pairs is not None:
-        n_pairs = min(_round_up(n_pairs), idx_RK.numel())
-    pairs = sort_pairs(idx_RK, up.shape[0], n_pairs)
+    rounded = None if n_pairs is None else min(_round_up(n_pairs), idx_RK.numel())
+    pairs = replace(sort_pairs(idx_RK, up.shape[0], rounded), has_tail=n_pairs is None or rounded != n_pairs)
     keeps_h = keeps_h and torch.is_grad_enabled()
     y_RH = _Experts.apply(x_RH, up, down, weights_RK.float(), pairs, activation, keeps_h)
     return y_RH[:R] if more else y_RH
